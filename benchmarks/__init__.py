@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.NAME --help`. Each prints one line of JSON on stdout."""

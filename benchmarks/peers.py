@@ -1,0 +1,173 @@
+"""The optimizers compared: ours, and what a user of JAX would otherwise run.
+
+| peer | what it is |
+| --- | --- |
+| `ours` | `muon_shard.muon` |
+| `optax` | `optax.contrib.muon`; the compiler (GSPMD) decides who computes and moves what |
+| `redundant` | every device gathers every matrix, computes it, keeps its slice: the baseline everyone starts from |
+| `stacked` | a careful user: equal shapes stacked, the stack spread over all devices by staged constraints |
+| `adamw` | `optax.adamw`: what a step costs with no matrix work at all |
+
+All Muon peers apply the same momentum, Nesterov, bias correction, Newton–Schulz coefficients and scale as
+`optax.contrib.muon` does by default, so their updates agree to rounding. Every leaf is a matrix.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+LEARNING_RATE = 0.02
+BETA = 0.95
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPSILON = 1e-8  # added to the norm, as optax does: a zero matrix stays zero
+
+Updates = dict[str, jax.Array]
+Specs = dict[str, P]
+
+
+class MomentumState(NamedTuple):
+    """State of `momentum_then`."""
+
+    count: jax.Array  # i32[]
+    momentum: Updates  # like the parameters
+
+
+def momentum_then(orthogonalize: Callable[[Updates], Updates]) -> optax.GradientTransformation:
+    """Muon with `orthogonalize` applied to the whole tree of Nesterov momenta."""
+
+    def init(params):
+        return MomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+
+    def update(grads, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        momentum = optax.tree.update_moment(grads, state.momentum, BETA, 1)
+        ahead = optax.tree.bias_correction(momentum, BETA, optax.safe_increment(count))
+        now = optax.tree.bias_correction(grads, BETA, count)
+        nesterov = jax.tree.map(lambda m, g: BETA * m + (1 - BETA) * g, ahead, now)
+        updates = jax.tree.map(lambda u: width_scale(u.shape) * u, orthogonalize(nesterov))
+        return updates, MomentumState(count, momentum)
+
+    return optax.chain(
+        optax.GradientTransformation(init, update), optax.scale_by_learning_rate(LEARNING_RATE)
+    )
+
+
+def width_scale(shape: tuple[int, ...]) -> float:
+    """optax's default scale, sqrt(max(1, fan_out / fan_in))."""
+    rows, cols = shape
+    return math.sqrt(max(1.0, cols / rows))
+
+
+def newton_schulz(x: jax.Array) -> jax.Array:
+    """The quintic iteration on x[..., m, n], on the short side."""
+    tall = x.shape[-2] > x.shape[-1]
+    x = jnp.swapaxes(x, -1, -2) if tall else x
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + EPSILON)
+    a, b, c = COEFFICIENTS
+
+    def step(_, x):
+        gram = x @ jnp.swapaxes(x, -1, -2)
+        return a * x + (b * gram + c * gram @ gram) @ x
+
+    x = lax.fori_loop(0, STEPS, step, x)
+    return jnp.swapaxes(x, -1, -2) if tall else x
+
+
+def axes_of(entry) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def ours(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
+    """`muon_shard.muon`, told nothing: it reads the shardings that init is shown."""
+    import muon_shard  # here, so that the other peers run without it
+
+    del mesh, specs
+    return muon_shard.muon(LEARNING_RATE)
+
+
+def optax_muon(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
+    """`optax.contrib.muon`, left to the compiler."""
+    del mesh, specs
+    return optax.contrib.muon(LEARNING_RATE)
+
+
+def adamw(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
+    """`optax.adamw`."""
+    del mesh, specs
+    return optax.adamw(LEARNING_RATE)
+
+
+def redundant(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
+    """Gather, compute everything everywhere, slice."""
+
+    def whole(x, spec):
+        for dim, entry in enumerate(spec):
+            if entry is not None:
+                x = lax.all_gather(x, axes_of(entry), axis=dim, tiled=True)
+        return x
+
+    def own_slice(x, spec):
+        for dim, entry in enumerate(spec):
+            if entry is not None:
+                size = x.shape[dim] // lax.axis_size(axes_of(entry))
+                x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes_of(entry)) * size, size, dim)
+        return x
+
+    def body(shards):
+        return {k: own_slice(newton_schulz(whole(x, specs[k])), specs[k]) for k, x in shards.items()}
+
+    return momentum_then(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs))
+
+
+def stacked(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
+    """One stack [K, m, n] per shape and spec, K padded to the devices and spread over all of them.
+
+    The constraints are staged: first K over the axes that cut the matrix, which is an all-to-all, then over the
+    free axes too, which is a slice. In one stage the compiler gathers everything instead.
+    """
+
+    def constrain(x, spec):
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def run(stack, spec):
+        cut = tuple(axis for entry in spec for axis in axes_of(entry))
+        free = tuple(axis for axis in mesh.axis_names if axis not in cut)
+        stages = [P(None, *spec), P(cut or None, None, None), P(cut + free, None, None)]
+        for stage in stages:
+            stack = constrain(stack, stage)
+        stack = newton_schulz(stack)
+        for stage in reversed(stages):
+            stack = constrain(stack, stage)
+        return stack
+
+    def orthogonalize(updates):
+        groups = {}
+        for name, x in updates.items():
+            groups.setdefault((x.shape, specs[name]), []).append(name)
+        out = {}
+        for (shape, spec), names in groups.items():
+            padding = [jnp.zeros(shape, jnp.float32)] * (-len(names) % mesh.size)
+            done = run(jnp.stack([updates[name] for name in names] + padding), spec)
+            out |= {name: done[i] for i, name in enumerate(names)}
+        return out
+
+    return momentum_then(orthogonalize)
+
+
+PEERS: dict[str, Callable[[Mesh, Specs], optax.GradientTransformation]] = {
+    "ours": ours,
+    "optax": optax_muon,
+    "redundant": redundant,
+    "stacked": stacked,
+    "adamw": adamw,
+}

@@ -1,0 +1,78 @@
+"""What the second call costs: traces and compiles over three calls, and how much of the state is donated.
+
+A good step traces once, compiles once, and reuses the memory of the whole state (optax's Muon is the comparison).
+"""
+
+import argparse
+import json
+
+import jax
+
+import muon_shard
+from benchmarks.peers import PEERS
+from benchmarks.reference import SETS, local_bytes
+
+CALLS = 3
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCounter:
+    """Counts the compiles of the process while it is open."""
+
+    def __enter__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **_) -> None:
+        del duration
+        self.count += event == COMPILE_EVENT
+
+
+def measure(set_name: str, name: str) -> dict:
+    """Three calls of a jitted, donating step, as a user writes it: no shardings named anywhere."""
+    chosen = SETS[set_name]
+    mesh = chosen.mesh()
+    tx = PEERS[name](mesh, chosen.specs)
+    params, grads = chosen.arrays(mesh, 0), chosen.arrays(mesh, 1)
+    state = tx.init(params)
+    traces = 0
+
+    def update(grads, state, params):
+        nonlocal traces
+        traces += 1  # runs while tracing only
+        return tx.update(grads, state, params)
+
+    step = jax.jit(update, donate_argnums=1)
+    compiles = []
+    for _ in range(CALLS):
+        with CompileCounter() as counter:
+            _, state = jax.block_until_ready(step(grads, state, params))
+        compiles.append(counter.count)
+    memory = step.lower(grads, state, params).compile().memory_analysis()
+    return {
+        "set": set_name,
+        "peer": name,
+        "jax": jax.__version__,
+        "traces": traces,
+        "compiles_per_call": compiles,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "state_bytes": local_bytes(state),
+    }
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.second_call", description=__doc__)
+    parser.add_argument("--set", choices=SETS, default="reference")
+    parser.add_argument("--peer", choices=PEERS, default="ours")
+    args = parser.parse_args()
+    muon_shard.emulate_devices(8)
+    print(json.dumps(measure(args.set, args.peer)))
+
+
+if __name__ == "__main__":
+    main()

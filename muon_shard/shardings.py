@@ -1,0 +1,217 @@
+"""Where the sharding of a leaf is known from; the first source that answers wins (design: param_shardings, types, values)."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from muon_shard.errors import Offence, raise_for_leaves
+from muon_shard.layout import MeshAxes, spec_entries, why_illegal
+from muon_shard.trees import flatten_with_paths, spread
+
+AnyMesh = Mesh | AbstractMesh
+Shardings = Any | Callable[[Any], Any] | None
+"""`param_shardings=`: a pytree, a prefix of one, or a callable of params."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The mesh and spec of one leaf, and who said so. `mesh` is None for a leaf on a single device."""
+
+    mesh: AnyMesh | None
+    spec: tuple[tuple[str, ...], ...]
+    source: str
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        return () if self.mesh is None else tuple(self.mesh.shape.items())
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in self.spec))
+
+
+class Memory:
+    """Specs that an eager `init` was shown, by path and shape: a hint for Auto axes, where tracers hide theirs.
+
+    Never a condition of correctness: `shard_map` reshards whatever arrives.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
+        self._warned = False
+
+    def remember(self, params: Any) -> None:
+        for path, leaf in flatten_with_paths(params)[0]:
+            sharding = concrete_sharding(leaf)
+            if sharding is not None:
+                self._seen[path, tuple(leaf.shape)] = sharding
+
+    def recall(self, path: str, leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
+        seen = self._seen.get((path, tuple(leaf.shape)))
+        return seen if seen is not None and dict(seen.mesh.shape) == dict(mesh.shape) else None
+
+    def warn_once(self, paths: Sequence[str]) -> None:
+        """One warning, for the first trace that has to assume; the remedy is the same for all."""
+        if self._warned:
+            return
+        self._warned = True
+        shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+        warnings.warn(
+            f"muon_shard: the shardings of {shown} are not visible under jit on Auto mesh axes; assuming each is sharded over "
+            "all axes along its first dividing matrix dimension. Results are right, bytes may be wasted. Pass param_shardings= "
+            "(the parameters themselves will do), call init outside jit, or use Explicit axes.", stacklevel=4)
+
+
+def concrete_sharding(leaf: Any) -> NamedSharding | None:
+    """The `NamedSharding` of an array or `ShapeDtypeStruct`; None for tracers, numpy arrays and single devices."""
+    if isinstance(leaf, jax.core.Tracer):
+        return None
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def mesh_of(leaf: Any) -> AnyMesh | None:
+    """The mesh a leaf lives on, also for tracers; None without one."""
+    sharding = concrete_sharding(leaf)
+    if sharding is None and isinstance(leaf, jax.Array):
+        sharding = jax.typeof(leaf).sharding
+    mesh = getattr(sharding, "mesh", None)
+    return None if mesh is None or not mesh.axis_names else mesh
+
+
+def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def place_leaves(tree: Any, param_shardings: Shardings, memory: Memory, where: str) -> list[Placement]:
+    """One placement per leaf of `tree`.
+
+    Raises:
+        ValueError: listing every leaf whose given spec is illegal, or naming a tree that does not match.
+    """
+    named, _ = flatten_with_paths(tree)
+    given = _given(tree, param_shardings) or [None] * len(named)
+    manual = [Offence(path, f"axes {_axes(leaf, AxisType.Manual)} are Manual here", leaf.shape, str(leaf.dtype))
+              for path, leaf in named if _axes(leaf, AxisType.Manual)]
+    raise_for_leaves(where, "seen from inside a shard_map", manual,
+                     "Consider calling update outside of shard_map: it enters one of its own.")
+    placements, offences, unknown = [], [], []
+    for (path, leaf), entry in zip(named, given, strict=True):
+        placement = _from_given(leaf, entry) if entry is not None else _from_leaf(path, leaf, memory)
+        if isinstance(placement, str):
+            offences.append(Offence(path, placement, leaf.shape, str(leaf.dtype), entry))
+            continue
+        reason = why_illegal(leaf.shape, placement.spec, placement.mesh_axes)
+        if reason:
+            offences.append(Offence(path, reason, leaf.shape, str(leaf.dtype), placement.partition_spec))
+        if placement.source == ASSUMED:
+            unknown.append(path)
+        placements.append(placement)
+    raise_for_leaves(where, "cannot be sharded as given", offences, "Consider correcting param_shardings= for these leaves.")
+    _require_coherent_meshes(named, placements, where)
+    if unknown:
+        memory.warn_once(unknown)
+    return placements
+
+
+ASSUMED = "assumed"
+
+
+def _given(tree: Any, param_shardings: Shardings) -> list[Any] | None:
+    if param_shardings is None:
+        return None
+    if callable(param_shardings) and not isinstance(param_shardings, PartitionSpec):
+        param_shardings = param_shardings(tree)
+    return spread(param_shardings, tree, lambda x: x is None or isinstance(x, NamedSharding | PartitionSpec), "param_shardings")
+
+
+def _from_given(leaf: Any, entry: Any) -> Placement | str:
+    """The placement an entry of `param_shardings` asks for, or why it cannot be had."""
+    if hasattr(entry, "shape") and hasattr(entry, "dtype"):
+        if tuple(entry.shape) != tuple(leaf.shape):
+            return f"param_shardings= holds an array of shape {list(entry.shape)} for it"
+        sharding = concrete_sharding(entry)
+        if sharding is None:
+            return Placement(mesh_of(leaf), ((),) * len(leaf.shape), "param_shardings")
+        entry = sharding
+    if isinstance(entry, NamedSharding):
+        on = mesh_of(leaf)
+        if on is not None and dict(on.shape) != dict(entry.mesh.shape):
+            return f"it lives on mesh {dict(on.shape)}, param_shardings= names mesh {dict(entry.mesh.shape)}"
+        mesh: AnyMesh | None = entry.mesh if on is None else on
+        return _checked(leaf, mesh, entry.spec)
+    if not isinstance(entry, PartitionSpec):
+        return f"param_shardings= holds a {type(entry).__name__}; give NamedSharding, PartitionSpec, array or ShapeDtypeStruct"
+    context = jax.sharding.get_abstract_mesh()
+    mesh = mesh_of(leaf) or (context if context.axis_names else None)
+    if mesh is None:
+        return "a PartitionSpec needs a mesh, and neither the leaf nor jax.set_mesh names one"
+    return _checked(leaf, mesh, entry)
+
+
+def _checked(leaf: Any, mesh: AnyMesh | None, spec: PartitionSpec) -> Placement | str:
+    reason = why_illegal(leaf.shape, spec, () if mesh is None else tuple(mesh.shape.items()))
+    return reason or Placement(mesh, spec_entries(spec, len(leaf.shape)), "param_shardings")
+
+
+def _from_leaf(path: str, leaf: Any, memory: Memory) -> Placement:
+    """Types, then values, then memory, then the assumption."""
+    mesh, rank = mesh_of(leaf), len(leaf.shape)
+    if mesh is None:
+        return Placement(None, ((),) * rank, "one device")
+    sharding = concrete_sharding(leaf)
+    if sharding is not None:
+        return Placement(mesh, spec_entries(sharding.spec, rank), "its sharding")
+    typed = spec_entries(jax.typeof(leaf).sharding.spec, rank)
+    hidden = [name for name, kind in axis_types(mesh).items() if kind == AxisType.Auto and mesh.shape[name] > 1]
+    if not hidden:
+        return Placement(mesh, typed, "its type")
+    seen = memory.recall(path, leaf, mesh)
+    if seen is not None:
+        entries = spec_entries(seen.spec, rank)
+        if typed == tuple(tuple(a for a in axes if a not in hidden) for axes in entries):
+            return Placement(mesh, entries, "init")
+    return Placement(mesh, assumed_spec(leaf.shape, typed, hidden, mesh), ASSUMED)
+
+
+def assumed_spec(shape: Sequence[int], typed: tuple[tuple[str, ...], ...], hidden: Sequence[str],
+                 mesh: AnyMesh) -> tuple[tuple[str, ...], ...]:
+    """The known (typed) part of a spec, with the hidden axes added to the first dimension that most of them divide."""
+    def dividing(d: int, axes: Sequence[str]) -> bool:
+        return shape[d] % math.prod(mesh.shape[a] for a in (*typed[d], *axes)) == 0
+
+    # Matrix dimensions are last in stacks: rows first, then cols, then whatever is in front.
+    dims = [*range(max(len(shape) - 2, 0), len(shape)), *range(max(len(shape) - 2, 0))]
+    for start in range(len(hidden)):
+        axes = tuple(hidden[start:])
+        for d in dims:
+            if dividing(d, axes):
+                return tuple(t + axes if i == d else t for i, t in enumerate(typed))
+    return typed
+
+
+def _axes(leaf: Any, kind: AxisType) -> list[str]:
+    mesh = mesh_of(leaf)
+    return [] if mesh is None else [name for name, k in axis_types(mesh).items() if k == kind and mesh.shape[name] > 1]
+
+
+def _require_coherent_meshes(named: Sequence[tuple[str, Any]], placements: Sequence[Placement], where: str) -> None:
+    """Concrete meshes must be the same devices or wholly disjoint ones: a shared device cannot run two programs at once."""
+    meshes: dict[frozenset[int], Mesh] = {}
+    offences = []
+    for (path, leaf), placement in zip(named, placements, strict=True):
+        if not isinstance(placement.mesh, Mesh):
+            continue
+        devices = frozenset(d.id for d in placement.mesh.devices.flat)
+        clash = next((m for ids, m in meshes.items() if ids != devices and ids & devices), None)
+        if clash is not None:
+            offences.append(Offence(path, f"its mesh {dict(placement.mesh.shape)} shares some, not all, devices with mesh "
+                                          f"{dict(clash.shape)} of other leaves", leaf.shape, str(leaf.dtype)))
+        meshes.setdefault(devices, placement.mesh)
+    raise_for_leaves(where, "on overlapping meshes", offences,
+                     "Consider one mesh for all parameters, or disjoint meshes for pipeline stages.")

@@ -1,0 +1,235 @@
+"""The optax face: `scale_by_muon` and `muon`, with optax's arguments, defaults, state and labels."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import MuonState
+
+from muon_shard.errors import Offence, raise_for_leaves
+from muon_shard.execute import execute, reshard_typed
+from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
+from muon_shard.newton_schulz import NewtonSchulz, coefficients
+from muon_shard.plan import PlanOptions, plan_meshes
+from muon_shard.shardings import Memory, Shardings, mesh_of, place_leaves
+
+Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
+
+
+def scale_by_muon(
+    ns_coeffs: Any = "standard",
+    ns_steps: int = 5,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    weight_dimension_numbers: DimensionNumbers = None,
+    param_shardings: Shardings = None,
+    plan_options: PlanOptions = PlanOptions(),  # noqa: B008 (frozen)
+) -> optax.GradientTransformation:
+    """`optax.contrib.scale_by_muon` whose Newton–Schulz work is done once on the whole mesh.
+
+    Arguments, state (`optax.contrib.MuonState`) and updates are optax's, to rounding, but for these differences:
+
+    * `adaptive` scales each matrix by its own dual norm; optax sums over batch axes too.
+    * More coefficient rows than `ns_steps` are cut from the end, fewer raise; optax has this check inverted.
+    * Zero gives zero, and magnitudes from 1e-30 to 1e30 give the same update: `eps` counts relative to norms below 1.
+    * The dtypes of the state are those of `init`, whatever the gradients'. Updates have the dtype and the sharding of the
+      parameters (of the gradients when `update` is not given the parameters).
+
+    Args:
+        ns_coeffs: a triple, rows of triples, or a preset: 'standard', 'dion'.
+        ns_steps: Newton–Schulz steps, a Python int.
+        beta: decay of the momentum.
+        eps: added to the norm, see above.
+        mu_dtype: dtype of the momentum; None: the parameter's.
+        nesterov: whether to use Nesterov momentum.
+        adaptive: whether to scale by the dual norm (arXiv 2409.20325).
+        preconditioning: 'frobenius', 'spectral', 'aol' (arXiv 2512.04632) or 'schatten' (arXiv 2506.10935).
+        weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers`, a tree or prefix of them, or a callable of the tree;
+            None: every leaf is a matrix of rank 2.
+        param_shardings: a pytree, prefix or callable of params of `NamedSharding`, `PartitionSpec`, arrays or
+            `ShapeDtypeStruct`s. Needed only where shardings cannot be seen: Auto mesh axes, with `init` under jit.
+        plan_options: what steers the plan.
+
+    Raises:
+        ValueError: at init or update, listing every leaf that cannot be served and why.
+    """
+    orthogonalizer = NewtonSchulz(ns_steps, preconditioning, adaptive)
+    memory = Memory()
+
+    def matrices(tree: Any) -> list[Route]:
+        routes = route(tree, weight_dimension_numbers, "scale_by_muon")
+        raise_for_leaves(
+            "scale_by_muon", "declared no matrix",
+            [Offence(r.path, r.rule, r.shape, r.dtype) for r in routes if r.label != "muon"],
+            "Consider muon_shard.muon, which sends such leaves to Adam, or weight_dimension_numbers= for these leaves.")
+        require_matrices(routes, "scale_by_muon")
+        return routes
+
+    def init(params: Any) -> MuonState:
+        matrices(params)
+        memory.remember(params)
+        rows = coefficients(ns_coeffs, ns_steps)
+        return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype), rows)
+
+    def update(updates: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+        routes = matrices(updates)
+        like = updates if params is None else params
+        grads = jax.tree.map(_onto, updates, state.mu)
+        mu = optax.tree.update_moment(grads, state.mu, beta, 1)
+        count = optax.safe_increment(state.count)
+        mu_hat = _bias_corrected(grads, mu, beta, count, nesterov)
+        placements = place_leaves(mu_hat, param_shardings, memory, "muon")
+        leaves, treedef = jax.tree.flatten(mu_hat)
+        targets = treedef.flatten_up_to(like)
+        dtypes, out_dtypes = [str(x.dtype) for x in leaves], [str(x.dtype) for x in targets]
+        outs = [jnp.zeros_like(x, dtype=d) for x, d in zip(leaves, out_dtypes, strict=True)]
+        for mesh, indices, plan in plan_meshes(routes, placements, dtypes, out_dtypes, ns_steps, plan_options):
+            done = execute(plan, mesh, [leaves[i] for i in indices], orthogonalizer, (state.ns_coeffs, eps))
+            for i, y in zip(indices, done, strict=True):
+                outs[i] = _onto(y, targets[i])
+        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+        return treedef.unflatten(outs), MuonState(count, mu, state.ns_coeffs)
+
+    return optax.GradientTransformation(init, update)
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: Any = "standard",
+    ns_steps: int = 5,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay_mask: Any | Callable[[Any], Any] | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    adam_b1: jax.typing.ArrayLike = 0.9,
+    adam_b2: jax.typing.ArrayLike = 0.999,
+    adam_eps_root: jax.typing.ArrayLike = 0.0,
+    adam_weight_decay: jax.typing.ArrayLike = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: DimensionNumbers = None,
+    consistent_rms: jax.typing.ArrayLike | None = None,
+    param_shardings: Shardings = None,
+    plan_options: PlanOptions = PlanOptions(),  # noqa: B008 (frozen)
+) -> optax.GradientTransformation:
+    """`optax.contrib.muon` for sharded parameters: the same arguments, state and updates, a fraction of the step time.
+
+    Matrices go to Muon, all other leaves to AdamW. By default every rank-2 leaf is a matrix, as in optax; pass
+    `muon_weight_dimension_numbers=muon_shard.labels.by_path` for rules that know embeddings, heads, stacks and experts.
+
+    Args:
+        learning_rate: a number or schedule.
+        ns_coeffs: see `scale_by_muon`, as for `ns_steps`, `beta`, `eps`, `mu_dtype`, `nesterov`, `adaptive`,
+            `preconditioning`, `param_shardings` and `plan_options`.
+        weight_decay: decay of Muon's leaves, multiplied by the learning rate.
+        weight_decay_mask: tree, prefix or callable of booleans.
+        adam_b1: decay of Adam's first moment; `adam_b2` of its second; `adam_eps_root` and `adam_weight_decay` as in
+            `optax.adamw`.
+        adam_learning_rate: None: `learning_rate`.
+        muon_weight_dimension_numbers: a tree (or prefix) of `optax.contrib.MuonDimensionNumbers`, None for Adam; or a
+            callable of params; None: the rank-2 rule.
+        consistent_rms: scale updates by √max(fan_in, fan_out) · consistent_rms (arXiv 2502.16982); None: by
+            √max(1, fan_out / fan_in).
+
+    Raises:
+        ValueError: listing every leaf that cannot be served and why; also when there are leaves and none is Muon's.
+    """
+    coefficients(ns_coeffs, ns_steps)
+
+    def labels(params: Any) -> Any:
+        routes = route(params, muon_weight_dimension_numbers)
+        require_matrices(routes)
+        return jax.tree.unflatten(jax.tree.structure(params), [r.label for r in routes])
+
+    return optax.partition(
+        {
+            "muon": optax.chain(
+                scale_by_muon(
+                    ns_coeffs, ns_steps, beta, eps, mu_dtype, nesterov=nesterov, adaptive=adaptive,
+                    preconditioning=preconditioning, weight_dimension_numbers=muon_weight_dimension_numbers,
+                    param_shardings=param_shardings, plan_options=plan_options),
+                _scale_by_shape(muon_weight_dimension_numbers, consistent_rms),
+                optax.add_decayed_weights(weight_decay, weight_decay_mask),
+                optax.scale_by_learning_rate(learning_rate),
+            ),
+            "adam": optax.adamw(
+                learning_rate if adam_learning_rate is None else adam_learning_rate, b1=adam_b1, b2=adam_b2, eps=eps,
+                eps_root=adam_eps_root, weight_decay=adam_weight_decay, mu_dtype=mu_dtype, nesterov=nesterov),
+        },
+        labels,
+    )
+
+
+def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
+    """The sharding each leaf of `tx.init(params)` should have: moments like their parameters, the rest replicated.
+
+    For `jax.jit(tx.init, out_shardings=…)` and as the target of a checkpoint restore; without it, a jitted init on Auto
+    axes leaves the momentum on one device or replicated.
+
+    Args:
+        tx: any optax transformation.
+        params: pytree of arrays or `ShapeDtypeStruct`s with `NamedSharding`s on one mesh.
+
+    Raises:
+        ValueError: listing leaves without a `NamedSharding`.
+    """
+    named, _ = jax.tree_util.tree_flatten_with_path(params)
+    raise_for_leaves(
+        "opt_state_shardings", "without a NamedSharding",
+        [Offence("params" + jax.tree_util.keystr(path), f"its sharding is {getattr(leaf, 'sharding', None)}", leaf.shape,
+                 str(leaf.dtype)) for path, leaf in named if not isinstance(getattr(leaf, "sharding", None), NamedSharding)],
+        "Consider jax.device_put, or ShapeDtypeStructs that carry a sharding.")
+    state = jax.eval_shape(tx.init, params)
+    meshes = list(dict.fromkeys(leaf.sharding.mesh for _, leaf in named))
+    rest = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+    return optax.tree.map_params(
+        tx, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: rest)
+
+
+def _bias_corrected(grads: Any, mu: Any, beta: jax.typing.ArrayLike, count: jax.Array, nesterov: bool) -> Any:
+    """The momentum that is orthogonalized, as in optax."""
+    if not nesterov:
+        return optax.tree.bias_correction(mu, beta, count)
+    ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+    now = optax.tree.bias_correction(grads, beta, count)
+    return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+
+
+def _onto(x: jax.Array, like: Any) -> jax.Array:
+    """`x` with the typed (Explicit) sharding of `like`, where both live on the same mesh."""
+    mesh, target = mesh_of(x), mesh_of(like)
+    if mesh is None or target is None or mesh.axis_names != target.axis_names:
+        return x
+    return reshard_typed(x, jax.typeof(like).sharding.spec)
+
+
+def _scale_by_shape(dimension_numbers: DimensionNumbers, consistent_rms: jax.typing.ArrayLike | None) -> optax.GradientTransformation:
+    """`optax.contrib.scale_by_shape`, by the global shape of each matrix."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        leaves, treedef = jax.tree.flatten(updates)
+        factors = [_factor(r, consistent_rms) for r in route(updates, dimension_numbers)]
+        return treedef.unflatten([x * jnp.asarray(f, x.dtype) for x, f in zip(leaves, factors, strict=True)]), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _factor(r: Route, consistent_rms: jax.typing.ArrayLike | None) -> Any:
+    fan_in, fan_out = (math.prod(r.shape[d] for d in dims) for dims in (r.rows, r.cols))
+    if consistent_rms is None:
+        return math.sqrt(max(1, fan_out / fan_in)) if fan_in else 1.0
+    return math.sqrt(max(fan_in, fan_out)) * consistent_rms
