@@ -11,7 +11,8 @@ KINDS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective
 
 # `%name = TYPE kind(operands)…`, with TYPE free of '=' so that an operation quoted in metadata cannot match.
 _INSTRUCTION = re.compile(
-    rf"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>[^=]*?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(", re.MULTILINE
+    rf"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>[^=]*?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(",
+    re.MULTILINE,
 )
 _COMMENT = re.compile(r"/\*.*?\*/")  # long tuples print /*index=5*/
 _LAYOUT = re.compile(r"\{[^{}]*\}")  # {1,0:T(8,128)}
@@ -25,7 +26,7 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
     for match in _INSTRUCTION.finditer(_LAYOUT.sub("", _COMMENT.sub("", text))):
         kind, result = match["kind"], match["type"]
         if match["start"] and kind != "all-reduce":
-            # The type of an asynchronous start is (operands, results, …); all-reduce-start has its result's type.
+            # An asynchronous start has type (operands, results, …); only all-reduce-start has its result's.
             result = top_level(result)[1]
         found[kind]["count"] += 1
         found[kind]["bytes"] += type_bytes(result)

@@ -4,7 +4,7 @@
 | --- | --- |
 | `ours` | `muon_shard.muon` |
 | `optax` | `optax.contrib.muon`; the compiler (GSPMD) decides who computes and moves what |
-| `redundant` | every device gathers every matrix, computes it, keeps its slice: the baseline everyone starts from |
+| `redundant` | every device gathers every matrix, computes it, keeps its slice: the usual baseline |
 | `stacked` | a careful user: equal shapes stacked, the stack spread over all devices by staged constraints |
 | `adamw` | `optax.adamw`: what a step costs with no matrix work at all |
 
@@ -36,7 +36,7 @@ Specs = dict[str, P]
 class MomentumState(NamedTuple):
     """State of `momentum_then`."""
 
-    count: jax.Array  # i32[]
+    count: jax.typing.ArrayLike  # i32[]
     momentum: Updates  # like the parameters
 
 
@@ -46,8 +46,9 @@ def momentum_then(orthogonalize: Callable[[Updates], Updates]) -> optax.Gradient
     def init(params):
         return MomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
 
-    def update(grads, state, params=None):
+    def update(updates, state, params=None):
         del params
+        grads = updates
         count = optax.safe_increment(state.count)
         momentum = optax.tree.update_moment(grads, state.momentum, BETA, 1)
         ahead = optax.tree.bias_correction(momentum, BETA, optax.safe_increment(count))
@@ -62,7 +63,7 @@ def momentum_then(orthogonalize: Callable[[Updates], Updates]) -> optax.Gradient
 
 
 def width_scale(shape: tuple[int, ...]) -> float:
-    """optax's default scale, sqrt(max(1, fan_out / fan_in))."""
+    """The default scale of optax, sqrt(max(1, fan_out / fan_in))."""
     rows, cols = shape
     return math.sqrt(max(1.0, cols / rows))
 
@@ -132,8 +133,8 @@ def redundant(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
 def stacked(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
     """One stack [K, m, n] per shape and spec, K padded to the devices and spread over all of them.
 
-    The constraints are staged: first K over the axes that cut the matrix, which is an all-to-all, then over the
-    free axes too, which is a slice. In one stage the compiler gathers everything instead.
+    The constraints are staged: first K over the axes that cut the matrix, which is an all-to-all, then over
+    the free axes too, which is a slice.
     """
 
     def constrain(x, spec):

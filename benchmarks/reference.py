@@ -47,13 +47,13 @@ class ReferenceSet:
 
 
 def transformer(layers: int, width: int, spec: P) -> Leaves:
-    """Attention q, k, v, o and a 4× feed-forward up, down, for each layer; 2 shapes of work in 3 shapes of leaf."""
+    """Attention q, k, v, o and a 4× feed-forward up, down, for each layer."""
     shapes = dict.fromkeys("qkvo", (width, width)) | {"up": (width, 4 * width), "down": (4 * width, width)}
     return {f"{i}.{name}": (shape, spec) for i in range(layers) for name, shape in shapes.items()}
 
 
 def mixed() -> Leaves:
-    """35 matrices of 8 shapes, few of them dividing the number of devices: the hard case for balance."""
+    """35 matrices of 7 shapes, in counts that the devices do not divide: the hard case for balance."""
     counts = {
         (512, 512): 20,
         (512, 2048): 5,
@@ -77,8 +77,17 @@ SETS = {
 }
 
 
+def laid_on(mesh: Mesh, state):
+    """`state` with scalars born on one device replicated on `mesh`, everything else where it was."""
+    replicated, devices = NamedSharding(mesh, P()), set(mesh.devices.flat)
+    return jax.tree.map(
+        lambda x: x if x.sharding.device_set == devices else jax.device_put(x, replicated), state
+    )
+
+
 def local_bytes(tree) -> int:
     """Bytes of the arrays of `tree` that one device holds."""
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
     )

@@ -18,14 +18,17 @@ import optax
 import muon_shard
 from benchmarks import census
 from benchmarks.peers import LEARNING_RATE, PEERS
-from benchmarks.reference import SETS, ReferenceSet
+from benchmarks.reference import SETS, ReferenceSet, laid_on
 
-SEEDS = (1, 2)  # two different gradients: with one, a wrong momentum would only rescale, which Muon does not see
+SEEDS = (
+    1,
+    2,
+)  # two different gradients: with one, a wrong momentum would only rescale, which Muon does not see
 
 
 @dataclasses.dataclass
 class Peer:
-    """A compiled step `(grads, state, params) -> (updates, state)` that donates its state, and its timings."""
+    """A compiled step `(grads, state, params) -> (updates, state)`, its donated state, and its timings."""
 
     step: jax.stages.Compiled
     state: Any
@@ -46,12 +49,9 @@ class Peer:
 def build(name: str, chosen: ReferenceSet, mesh, params, grads) -> Peer:
     """Compile the step of peer `name`, updates pinned to the parameters' shardings."""
     tx = PEERS[name](mesh, chosen.specs)
-    state = tx.init(params)
-    # A scalar born on one device would make a second compile; every training loop lays its state on the mesh.
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    on_mesh = jax.tree.map(lambda x: x.sharding if x.sharding.device_set == set(mesh.devices.flat) else replicated, state)
-    state = jax.device_put(state, on_mesh)
-    step = jax.jit(tx.update, out_shardings=(chosen.shardings(mesh), on_mesh), donate_argnums=1)
+    state = laid_on(mesh, tx.init(params))
+    shardings = (chosen.shardings(mesh), jax.tree.map(lambda x: x.sharding, state))
+    step = jax.jit(tx.update, out_shardings=shardings, donate_argnums=1)
     return Peer(step.lower(grads, state, params).compile(), state)
 
 
@@ -68,13 +68,13 @@ def one_device_updates(chosen: ReferenceSet) -> list[dict[str, np.ndarray]]:
 
 
 def largest_difference(got: dict[str, Any], want: dict[str, np.ndarray]) -> float:
-    """max |got − want| over all entries."""
+    """Largest |got − want| over all entries."""
     return max(float(np.abs(np.asarray(got[name]) - want[name]).max()) for name in want)
 
 
 def facts(peer: Peer) -> dict[str, Any]:
     """What repeats exactly: collectives, bytes and temporaries per device."""
-    found = census.collectives(peer.step.as_text())
+    found = census.collectives(peer.step.as_text() or "")
     memory = peer.step.memory_analysis()
     return {
         "collectives": {kind: entry["count"] for kind, entry in found.items()},

@@ -15,6 +15,9 @@ import json
 import math
 from collections.abc import Mapping
 
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
 Shape = tuple[int, ...]
 Spec = tuple[str | None, ...]
 
@@ -68,19 +71,29 @@ def load(name: str) -> Model:
 def specs(model: Model, mesh_axes: Mapping[str, int]) -> dict[str, Spec]:
     """Usual shardings of the model's leaves, path -> entries of a PartitionSpec.
 
-    'fsdp' (or the last axis without a role of its own) shards the first matrix dimension that it divides, 'tensor'
-    another one, 'expert' the experts.  Without an 'expert' axis, 'fsdp' shards the experts where it divides their
-    number.  An axis that divides nothing leaves the leaf replicated; 'replica' and 'data' never shard.
+    'fsdp' (or the last axis without a role of its own) shards the first matrix dimension that it divides,
+    'tensor' the other one, 'expert' the experts.  Without an 'expert' axis, 'fsdp' shards the experts if it
+    divides their number.  An axis that divides nothing shards nothing; 'replica' and 'data' never shard.
 
     Args:
+      model: the inventory.
       mesh_axes: axis name -> size, in mesh order.
     """
     return {path: _spec(path, shape, mesh_axes) for path, shape in model.params.items()}
 
 
+def abstract_params(model: Model, mesh_axes: Mapping[str, int], dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """The model's leaves with the shardings of `specs` on an abstract mesh, path -> `ShapeDtypeStruct`."""
+    mesh = AbstractMesh(tuple(mesh_axes.values()), tuple(mesh_axes))
+    return {
+        path: jax.ShapeDtypeStruct(model.params[path], dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        for path, spec in specs(model, mesh_axes).items()
+    }
+
+
 @functools.cache
 def _inventories() -> Mapping[str, Mapping]:
-    file = importlib.resources.files(__package__) / "data" / "model_configs.json"
+    file = importlib.resources.files("muon_shard") / "data" / "model_configs.json"
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -100,10 +113,12 @@ def _spec(path: str, shape: Shape, axes: Mapping[str, int]) -> Spec:
     """The entries of one leaf; matrix dimensions are the last two."""
     spec: list[str | None] = [None] * len(shape)
 
-    def shard(axis, *dims):  # the first free dimension that the axis divides
-        for dim in dims:
-            if axis in axes and axis not in spec and spec[dim] is None and shape[dim] % axes[axis] == 0:
-                spec[dim] = axis
+    def shard(axis: str | None, *dims: int) -> None:  # the first free dimension that the axis divides
+        if axis is None or axis not in axes or axis in spec:
+            return
+        fitting = [dim for dim in dims if spec[dim] is None and shape[dim] % axes[axis] == 0]
+        if fitting:
+            spec[fitting[0]] = axis
 
     weights = [a for a in axes if a not in (_TENSOR, _EXPERT, *_REPLICAS)]
     fsdp = "fsdp" if "fsdp" in axes else weights[-1] if weights else None

@@ -60,6 +60,8 @@ class NewtonSchulz:
     adaptive: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"ns_steps must be a Python int of at least 1, got {self.steps!r}.")
         if self.preconditioning not in PRECONDITIONINGS:
             raise ValueError(f"Unknown preconditioning {self.preconditioning!r}; known: {', '.join(PRECONDITIONINGS)}.")
 
@@ -67,7 +69,7 @@ class NewtonSchulz:
         """`x` [batch, m, n] with m ≤ n, `coeffs` [3] or [steps, 3], `eps` [] → [batch, m, n] of the same dtype."""
         rows = jnp.broadcast_to(coeffs, (self.steps, 3)).astype(x.dtype)
         y, start = normalize(x, eps, self.preconditioning), 0
-        if self.preconditioning in FIRST_STEPS and self.steps:
+        if self.preconditioning in FIRST_STEPS:
             y, start = FIRST_STEPS[self.preconditioning](y, rows[0]), 1
         # A rolled loop: unrolled steps keep their temporaries alive and compile slower.
         y = lax.fori_loop(start, self.steps, lambda i, y: step(y, y @ _adjoint(y), rows[i]), y)

@@ -75,12 +75,12 @@ class Tables:
 
 def device_index(mesh_axes: MeshAxes, axes: tuple[str, ...]) -> np.ndarray:
     """Row-major coordinate over `axes` of every device of a mesh, [devices]."""
-    shape = [size for _, size in mesh_axes]
-    coordinates = dict(zip([name for name, _ in mesh_axes], np.indices(shape).reshape(len(shape), -1), strict=True))
-    index = np.zeros(int(np.prod(shape, dtype=np.int64)), np.int64)
+    sizes = dict(mesh_axes)
+    grid = np.indices(tuple(sizes.values()))
+    index = np.zeros(tuple(sizes.values()), np.int64)
     for axis in axes:
-        index = index * dict(mesh_axes)[axis] + coordinates[axis]
-    return index
+        index = index * sizes[axis] + grid[list(sizes).index(axis)]
+    return index.reshape(-1)
 
 
 def _item_pages(packing: Packing) -> list[np.ndarray]:

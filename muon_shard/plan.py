@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from muon_shard import assign, report
+from muon_shard import assign, programs, report
 from muon_shard.cost import Collective, choose_page, ns_flops
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
 from muon_shard.layout import Kind, Layout, MeshAxes, make_layout
@@ -62,8 +62,8 @@ class Domain:
     @property
     def why(self) -> str:
         """Why matrices of this domain travel as they do."""
-        shared = f"work shared over {'+'.join(self.packing.free)}" if self.packing.free else ""
-        return "; ".join(filter(None, (self.transport.why, shared)))
+        shared = f"; shared over {'+'.join(self.packing.free)}" if self.packing.free else ""
+        return self.transport.why(self.packing.exchange) + shared
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -271,11 +271,11 @@ def plan_mesh(leaves: tuple[PlannedLeaf, ...], mesh_axes: MeshAxes, steps: int, 
     """Domains, owners, programs and pages of the leaves on one mesh. Deterministic; cached, since every trace asks again."""
     groups = _group(leaves)
     jobs, workers, kinds = _jobs(leaves, groups, mesh_axes, steps)
-    counts = assign.place(assign.balance(jobs, workers), jobs, workers)
+    counts = programs.place(assign.balance(jobs, workers), jobs, workers)
     kind_counts = tuple(tuple(count for _, count in k) for k in kinds)
-    owned = assign.deal(counts, kind_counts, workers, jobs)
+    owned = programs.deal(counts, kind_counts, workers, jobs)
     costs = [ns_flops(*kind.shape, steps) for k in kinds for kind, _ in k]
-    slots = assign.merge(owned, costs, options.max_programs)
+    slots = programs.merge(owned, costs, options.max_programs)
     domains, at = [], 0
     for d, members in enumerate(groups):
         mine = tuple(kind for job, k in zip(jobs, kinds, strict=True) if job.domain == d for kind, _ in k)

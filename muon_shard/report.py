@@ -1,3 +1,179 @@
-"""Plans as text and as plain values."""
-def to_text(plan): return "plan"
-def to_json(plan): return {}
+"""Plans for people (a table of 100 columns) and for machines (plain values)."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from muon_shard.cost import ns_flops
+
+if TYPE_CHECKING:
+    from muon_shard.labels import Route
+    from muon_shard.plan import Domain, MeshPlan, Plan
+
+WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Leaves of one domain with the same layout and like names: one row of the table.
+
+    `bytes` is the group's share of what each device receives per step; `least` and `most` are matrices per owner.
+    """
+
+    paths: tuple[str, ...]
+    layout: str
+    shape: tuple[int, ...]
+    matrices: int
+    transport: str
+    owners: int
+    least: int
+    most: int
+    flops: int
+    bytes: int
+    why: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        return common_name(self.paths)
+
+
+def groups(part: MeshPlan) -> list[Group]:
+    """The rows of one mesh's table, in order of first appearance."""
+    rows = []
+    for domain in part.domains:
+        alike: dict[Any, list[int]] = {}
+        for i in domain.leaves:
+            leaf = part.leaves[i]
+            alike.setdefault((leaf.layout, leaf.source, _pattern(leaf.path)), []).append(i)
+        rows += [_group(part, domain, members) for members in alike.values()]
+    return rows
+
+
+def _group(part: MeshPlan, domain: Domain, members: list[int]) -> Group:
+    leaf, packing = part.leaves[members[0]], domain.packing
+    kind = packing.kinds.index(leaf.layout.kind)
+    owned = np.array([counts[kind] for counts in packing.counts])
+    pages = len(members) * leaf.layout.count * packing.kind_pages[kind]
+    received = sum(c.received for c in domain.collectives)
+    matrices = len(members) * leaf.layout.matrices
+    return Group(
+        tuple(part.leaves[i].path for i in members), str(leaf.layout), leaf.layout.shape, matrices, domain.transport.name,
+        int((owned > 0).sum()), int(owned[owned > 0].min(initial=owned.max())), int(owned.max()),
+        matrices * ns_flops(*leaf.layout.kind.shape, part.steps), received * pages // packing.pool_pages, domain.why, leaf.source)
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Plain values: totals, collectives, `groups` (rows of the table) and `routes` (rows of the routing)."""
+    return {
+        "devices": plan.devices,
+        "meshes": [dict(part.mesh_axes) for part in plan.parts],
+        "balance": plan.balance,
+        "efficiency": plan.efficiency,
+        "programs": plan.programs,
+        "flops_per_device": plan.flops_per_device,
+        "total_flops": plan.total_flops,
+        "bytes_by_axis": plan.bytes_by_axis,
+        "peak_bytes": plan.peak_bytes,
+        "collectives": [dataclasses.asdict(c) | {"received": c.received} for c in plan.collectives],
+        "groups": [{**dataclasses.asdict(g), "name": g.name, "paths": list(g.paths)} for part in plan.parts for g in groups(part)],
+        "routes": [{"name": common_name([r.path for r in rs]), "leaves": len(rs), "shape": rs[0].shape, "label": rs[0].label,
+                    "rule": rs[0].rule, "doubt": rs[0].doubt} for rs in route_groups(plan.routes)],
+    }
+
+
+def to_text(plan: Plan) -> str:
+    """The plan as `print` shows it: totals, what travels how and why, routing."""
+    console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False)
+    for part in plan.parts:
+        for line in _summary(part):
+            console.print(Text(line))
+        console.print(_table(groups(part)))
+    if plan.routes:
+        console.print(_routing(plan.routes))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _summary(part: MeshPlan) -> Iterable[str]:
+    total, most = int(part.useful_flops.sum()), int(part.flops.max())
+    mesh = " × ".join(f"{name} {size}" for name, size in part.mesh_axes) or "one device"
+    matrices = sum(leaf.layout.matrices for leaf in part.leaves)
+    yield f"Muon plan: {matrices:,} matrices in {len(part.leaves)} leaves on {part.devices:,} device(s) ({mesh})"
+    ideal = total / part.devices
+    yield (f"NS FLOPs   {_count(total)} in all, {_count(most)} on the busiest device: balance {ideal / most:.1%}, "
+           f"{part.bound / most:.1%} of what whole matrices allow")
+    yield (f"programs   {len(part.programs)} compiled for {part.devices:,} device(s); temporaries about "
+           f"{_bytes(part.peak_bytes)} per device")
+    collectives = [c for domain in part.domains for c in domain.collectives]
+    for c in collectives:
+        yield f"collective {c.kind} over {'+'.join(c.axes)} ({c.ways}): {_bytes(c.received)} received, {c.purpose}"
+    if not collectives:
+        yield "collective none"
+
+
+def _table(rows: Sequence[Group]) -> Table:
+    table = _plain_table("leaf", "layout", "transport", "owners", "bytes", "why")
+    for g in rows:
+        each = str(g.most) if g.least == g.most else f"{g.least}–{g.most}"
+        count = f" ×{len(g.paths)}" if len(g.paths) > 1 else ""
+        assumed = " (layout assumed)" if g.source == "assumed" else ""
+        table.add_row(f"{g.name}{count} {list(g.shape)}", g.layout + assumed, g.transport, f"{g.owners} × {each}", _bytes(g.bytes), g.why)
+    return table
+
+
+def _routing(routes: Sequence[Route]) -> Table:
+    muon = sum(r.label == "muon" for r in routes)
+    table = _plain_table("leaf", "shape", "to", "rule")
+    table.title = f"Routing: {muon} leaves to Muon, {len(routes) - muon} to Adam"
+    table.title_justify = "left"
+    for rs in route_groups(routes):
+        count = f" ×{len(rs)}" if len(rs) > 1 else ""
+        doubt = f" (?) {rs[0].doubt}" if rs[0].doubt else ""
+        table.add_row(common_name([r.path for r in rs]) + count, str(list(rs[0].shape)), rs[0].label, rs[0].rule + doubt)
+    return table
+
+
+def _plain_table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_style="")
+    for name in columns:
+        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold", no_wrap=name in ("bytes", "owners"))
+    return table
+
+
+def route_groups(routes: Sequence[Route]) -> list[list[Route]]:
+    """Routes that differ only in numbers inside their paths."""
+    alike: dict[Any, list[Route]] = {}
+    for r in routes:
+        alike.setdefault((_pattern(r.path), r.shape, r.label, r.rule, r.doubt), []).append(r)
+    return list(alike.values())
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"\d+", "#", path)
+
+
+def common_name(paths: Sequence[str]) -> str:
+    """One name for paths that differ only in numbers: `blocks[*].wq` for blocks[0].wq, blocks[1].wq, …"""
+    split = [re.split(r"(\d+)", path) for path in paths]
+    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
+
+
+def _count(value: float) -> str:
+    """1.23e15 as '1.23 P'."""
+    power = min(int(math.log10(max(value, 1)) // 3), 6)
+    return f"{value / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P', 'E'][power]}".rstrip()
+
+
+def _bytes(value: float) -> str:
+    return f"{_count(value)}B" if value >= 1000 else f"{value:.0f} B"

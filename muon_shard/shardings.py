@@ -174,7 +174,8 @@ def _from_leaf(path: str, leaf: Any, memory: Memory) -> Placement:
     seen = memory.recall(path, leaf, mesh)
     if seen is not None:
         entries = spec_entries(seen.spec, rank)
-        if typed == tuple(tuple(a for a in axes if a not in hidden) for axes in entries):
+        visible = [a for a in mesh.axis_names if a not in hidden and mesh.shape[a] > 1]
+        if _only(typed, visible) == _only(entries, visible):
             return Placement(mesh, entries, "init")
     return Placement(mesh, assumed_spec(leaf.shape, typed, hidden, mesh), ASSUMED)
 
@@ -193,6 +194,10 @@ def assumed_spec(shape: Sequence[int], typed: tuple[tuple[str, ...], ...], hidde
             if dividing(d, axes):
                 return tuple(t + axes if i == d else t for i, t in enumerate(typed))
     return typed
+
+
+def _only(entries: tuple[tuple[str, ...], ...], axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(a for a in of_dim if a in axes) for of_dim in entries)
 
 
 def _axes(leaf: Any, kind: AxisType) -> list[str]:

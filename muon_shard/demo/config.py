@@ -11,7 +11,7 @@ MeshShape = Mapping[str, int] | tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the transformer. Layers alternate: dense, mixture of experts, dense, …"""
+    """Sizes of the transformer; layers alternate between dense and mixture of experts."""
 
     width: int = 256  # d, the residual stream
     heads: int = 4
@@ -27,13 +27,14 @@ class ModelConfig:
 class DemoConfig:
     """Everything that steers `muon_shard.demo.run`.
 
-    mesh     axis name → size, as a mapping or as (name, size) pairs in order; None picks one that fits the devices.
+    mesh     axis name → size, as a mapping or as (name, size) pairs; None picks one that fits the devices.
              `expert`, `fsdp` and `tensor` shard the weights, every other name replicates them.
     devices  emulate this many CPU devices; None takes the real ones, or emulates where there is one CPU only.
-    batch    sequences per step, over the whole mesh; context: bytes per sequence.
+    batch    sequences per step, over the whole mesh.
+    context  bytes per sequence.
     """
 
-    steps: int = 60
+    steps: int = 40
     mesh: MeshShape | None = None
     devices: int | None = None
     out: Path = Path("muon-shard-demo")
@@ -47,14 +48,15 @@ class DemoConfig:
 
     def __post_init__(self):
         """Gather every setting that cannot work, then raise once."""
-        whole = ("steps", "batch", "context", "timing_rounds")
-        problems = [f"{name} must be at least 1, got {getattr(self, name)}" for name in whole if getattr(self, name) < 1]
-        if self.devices is not None and self.devices < 1:
-            problems.append(f"devices must be at least 1, got {self.devices}")
-        if self.model.width % self.model.heads:
-            problems.append(f"width {self.model.width} is not a multiple of heads {self.model.heads}")
-        if not 1 <= self.model.top_k <= self.model.experts:
-            problems.append(f"top_k must be between 1 and experts {self.model.experts}, got {self.model.top_k}")
+        model = self.model
+        counts = {name: getattr(self, name) for name in ("steps", "batch", "context", "timing_rounds")}
+        counts["devices"] = 1 if self.devices is None else self.devices
+        counts |= {f"mesh axis {name}": size for name, size in dict(self.mesh or {}).items()}
+        problems = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
+        if model.width % model.heads:
+            problems.append(f"width {model.width} is not a multiple of heads {model.heads}")
+        if not 1 <= model.top_k <= model.experts:
+            problems.append(f"top_k must be between 1 and experts {model.experts}, got {model.top_k}")
         if problems:
             raise ValueError("DemoConfig: " + "; ".join(problems) + ".")
 

@@ -3,56 +3,54 @@
 from __future__ import annotations
 
 import math
+import os
+from typing import Any
 
 import jax
 
 import muon_shard
-
-from .config import DemoConfig
+from muon_shard.demo.config import DemoConfig
 
 EMULATED_DEVICES = 8
 
 
-def start_devices(config: DemoConfig) -> list[jax.Device]:
+def start_devices(config: DemoConfig) -> list[Any]:
     """Real devices where there are any to speak of, emulated CPU devices otherwise.
 
-    `config.devices` asks for emulation outright. Without it the CPU backend alone is told to show several devices:
-    accelerators stay the default where present, and nothing has to be started to find out.
+    `config.devices` asks for emulation outright. Without it only the CPU backend is told to show several
+    devices: accelerators stay the default where present, and nothing has to be started to find out.
     """
+    # Emulated devices share few cores: asynchronous dispatch can leave a collective waiting forever.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     if config.devices is not None:
-        _emulate(config.devices)
-    elif jax.config.jax_num_cpu_devices < 1:
+        muon_shard.emulate_devices(config.devices)
+    elif not _cpu_devices_chosen():
         count = math.prod(dict(config.mesh).values()) if config.mesh else EMULATED_DEVICES
         try:
             jax.config.update("jax_num_cpu_devices", count)
-            # Emulated devices share few cores: asynchronous dispatch can starve a collective of its last participant.
-            jax.config.update("jax_cpu_enable_async_dispatch", False)
         except RuntimeError:
             pass  # The backend runs already (a notebook, say): what it shows is what there is.
     return jax.devices()
 
 
-def _emulate(count: int) -> None:
-    """Emulate `count` CPU devices, unless the running backend already shows exactly these."""
-    try:
-        muon_shard.emulate_devices(count)
-    except RuntimeError as error:
-        if jax.default_backend() != "cpu" or jax.device_count() != count:
-            raise ValueError(
-                f"devices={count}: JAX already runs with {jax.device_count()} {jax.default_backend()} device(s). "
-                "Ask for the devices before JAX is first used."
-            ) from error
+def _cpu_devices_chosen() -> bool:
+    """Whether the user has said how many CPU devices there are, in either of the two ways JAX knows."""
+    by_option = jax.config.jax_num_cpu_devices > 0  # pyright: ignore[reportAttributeAccessIssue]
+    return by_option or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
 
 
-def describe(devices: list[jax.Device]) -> str:
+def describe(devices: list[Any]) -> str:
     """One phrase that says what the numbers below were measured on."""
     if devices[0].platform == "cpu":
         return f"{len(devices)} emulated CPU devices" if len(devices) > 1 else "1 CPU device"
     return f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform})"
 
 
-def make_mesh(config: DemoConfig, devices: list[jax.Device]) -> jax.sharding.Mesh:
-    """The mesh asked for, or replica × fsdp over all devices. Axes are Auto: `optax.contrib.muon` runs on no other."""
+def make_mesh(config: DemoConfig, devices: list[Any]) -> jax.sharding.Mesh:
+    """The mesh asked for, or replica × fsdp over all devices.
+
+    Axes are Auto: `optax.contrib.muon`, the reference, raises on Explicit ones.
+    """
     axes = dict(config.mesh) if config.mesh else _default_axes(len(devices))
     if math.prod(axes.values()) != len(devices):
         asked = ",".join(f"{name}={size}" for name, size in axes.items())

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from .sharding import state_shardings
+from muon_shard.demo.sharding import state_shardings
 
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
-# An instruction reads `%name = type opcode(operands)`; asynchronous ones are pairs, of which `-start` is counted.
+# An instruction reads `%name = type opcode(operands)`; of an asynchronous pair only `-start` is counted.
 _INSTRUCTION = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 
 
@@ -27,13 +27,15 @@ def count_collectives(hlo: str) -> dict[str, int]:
 
 
 def init_state(tx: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
-    """Optimizer state for concrete, sharded params. Eager: a jitted init would forget the shardings on Auto axes."""
+    """Optimizer state for sharded params; eager, because a jitted init forgets shardings on Auto axes."""
     state = tx.init(params)
     return jax.device_put(state, state_shardings(state, mesh))
 
 
-def compile_step(tx: optax.GradientTransformation, params: Any, state: Any, grads: Any) -> jax.stages.Compiled:
-    """(params, state, grads) → (params, state), alone in one module; params and state are donated and stay put."""
+def compile_step(
+    tx: optax.GradientTransformation, params: Any, state: Any, grads: Any
+) -> jax.stages.Compiled:
+    """The optimizer alone: (params, state, grads) → (params, state), which are donated and stay put."""
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -48,8 +50,9 @@ def copy(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def median_milliseconds(steps: Mapping[str, jax.stages.Compiled], starts: Mapping[str, tuple], grads: Any,
-                        rounds: int) -> dict[str, float]:
+def median_milliseconds(
+    steps: Mapping[str, jax.stages.Compiled], starts: Mapping[str, tuple], grads: Any, rounds: int
+) -> dict[str, float]:
     """Median time of each step over `rounds`, in ms, after one to warm up.
 
     The steps take turns, so that a busy moment of the machine falls on all of them alike.

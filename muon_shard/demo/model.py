@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .config import ModelConfig
+from muon_shard.demo.config import ModelConfig
 
 
 def _linear(rows: int, cols: int, rngs: nnx.Rngs, **options) -> nnx.Linear:
@@ -30,7 +30,7 @@ class Attention(nnx.Module):
         self.out = _linear(config.width, config.width, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[b, t, d] → [b, t, d]"""
+        """[b, t, d] → [b, t, d]."""
         q, k, v = (
             part(x).reshape(*x.shape[:-1], self.heads, -1)  # [b, t, n, d / n]
             for part in (self.query, self.key, self.value)
@@ -46,16 +46,16 @@ class Mlp(nnx.Module):
         self.down = _linear(config.hidden, config.width, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[b, t, d] → [b, t, d]"""
+        """[b, t, d] → [b, t, d]."""
         return self.down(jax.nn.gelu(self.up(x)))
 
 
 class MixtureOfExperts(nnx.Module):
     """Top-k routing over stacked experts: `experts_up` f32[E, d, h], `experts_down` f32[E, h, d].
 
-    Every expert sees every token and the router's weights, zero for the experts not chosen, select afterwards: the
-    gradients are those of sparse dispatch at a cost that does not matter at this size. No load-balancing loss: a
-    demo's few steps do not collapse the routing.
+    Every expert sees every token; the router's weights, zero for the experts not chosen, select afterwards.
+    The gradients are those of sparse dispatch, at a cost that does not matter at this size. There is no
+    load-balancing loss: a demo's few steps do not collapse the routing.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
@@ -74,13 +74,13 @@ class MixtureOfExperts(nnx.Module):
         return jax.nn.softmax(jnp.where(logits >= weakest, logits, -jnp.inf))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[b, t, d] → [b, t, d]"""
+        """[b, t, d] → [b, t, d]."""
         hidden = jax.nn.gelu(jnp.einsum("btd,Edh->btEh", x, self.experts_up[...]))
         return jnp.einsum("btEh,Ehd->btd", hidden * self.route(x)[..., None], self.experts_down[...])
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block; its feed-forward half is a mixture of experts on odd layers, dense on even ones."""
+    """Pre-norm residual block; feed-forward is dense on even layers, a mixture of experts on odd ones."""
 
     def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
@@ -89,7 +89,7 @@ class Block(nnx.Module):
         self.feed_forward = (MixtureOfExperts if layer % 2 else Mlp)(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[b, t, d] → [b, t, d]"""
+        """[b, t, d] → [b, t, d]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))
 

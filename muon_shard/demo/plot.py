@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .results import DemoResult
+from muon_shard.demo.results import DemoResult
 
-# Told apart in grey print by line style, width and lightness. The reference lies under ours, wide and pale, because
-# two equal optimizers draw one curve.
-STYLES = (
+# Told apart in grey print by line style, width and lightness. The reference lies under ours, wide and pale,
+# because two equal optimizers draw one curve.
+STYLES: tuple[dict[str, Any], ...] = (
     dict(color="#0b3c6f", linewidth=1.6, linestyle="-", zorder=3),
     dict(color="#f2a65a", linewidth=5.0, linestyle="-", zorder=2),
     dict(color="#7a7a7a", linewidth=1.6, linestyle="--", zorder=1),

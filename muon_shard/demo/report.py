@@ -12,10 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .config import DemoConfig
-from .measure import COLLECTIVES
-from .plot import draw
-from .results import DemoResult, OptimizerResult
+from muon_shard.demo.config import DemoConfig
+from muon_shard.demo.measure import COLLECTIVES
+from muon_shard.demo.plot import draw
+from muon_shard.demo.results import DemoResult, OptimizerResult
 
 
 def headline(config: DemoConfig, devices: str, mesh: Mapping[str, int], params: Any) -> str:
@@ -42,10 +42,11 @@ def show(result: DemoResult, console: Console) -> None:
     """Print the table and what to read from it."""
     console.print(table(result))
     console.print(
-        f"Largest weight difference between the two Muons: {result.first_step_difference:.1e} after one step, "
-        f"{result.final_difference:.1e} after {len(result.optimizers[0].losses)}"
+        f"Largest weight difference between the two Muons: {result.first_step_difference:.1e} after one "
+        f"step, {result.final_difference:.1e} after {len(result.optimizers[0].losses)}"
     )
-    console.print(f"Loss curves: {result.plot}\nRecord: {result.record}\nDone in {result.seconds:.0f} s", soft_wrap=True)
+    files = f"Loss curves: {result.plot}\nRecord: {result.record}"
+    console.print(f"{files}\nDone in {result.seconds:.0f} s", soft_wrap=True)
 
 
 def table(result: DemoResult) -> Table:
@@ -60,7 +61,8 @@ def table(result: DemoResult) -> Table:
         *((name, lambda x, name=name: str(x.collectives[name])) for name in COLLECTIVES),
     ]
     # Collectives are those of the optimizer step alone: the model's own are the same in every column.
-    out = Table(title="Optimizers compared (collectives: in the compiled optimizer step)", box=box.SIMPLE_HEAD)
+    title = "Optimizers compared (collectives: in the compiled optimizer step)"
+    out = Table(title=title, box=box.SIMPLE_HEAD)
     out.add_column("")
     for optimizer in result.optimizers:
         out.add_column(optimizer.name, justify="right", no_wrap=True)

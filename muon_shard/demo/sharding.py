@@ -1,4 +1,4 @@
-"""Where the demo's arrays live: weights over `fsdp`, `tensor` and `expert`, copies over every other mesh axis."""
+"""Where arrays live: weights over `fsdp`, `tensor` and `expert`, copies over every other mesh axis."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# For matrices [rows, cols] and expert stacks [E, rows, cols]: the dimensions each axis would like, best first. Axes
-# choose in this order, so an `expert` axis leaves rows to `fsdp`, and without one the experts go to `fsdp` whole.
+# For matrices [rows, cols] and stacks of experts [E, rows, cols]: the dimensions an axis likes, best first.
+# Axes choose in this order: an `expert` axis leaves the rows to `fsdp`; without one `fsdp` takes the experts.
 WISHES = {
     2: (("fsdp", (0, 1)), ("tensor", (1, 0))),
     3: (("expert", (0,)), ("fsdp", (0, 1, 2)), ("tensor", (2, 1))),

@@ -30,8 +30,8 @@ def load_corpus(held_out_percent: int = 10) -> Corpus:
 def sample_batches(data: np.ndarray, count: int, batch: int, context: int, seed: int) -> np.ndarray:
     """`count` batches of random windows of u8[n]: i32[count, batch, context + 1].
 
-    The extra byte makes inputs and targets one slice apart. The same seed gives the same batches, which is what lets
-    optimizers be compared step by step.
+    The extra byte makes inputs and targets one slice apart. The same seed gives the same batches: optimizers
+    can be compared step by step.
     """
     if len(data) <= context:
         raise ValueError(f"context {context} is too long for a text of {len(data)} bytes.")

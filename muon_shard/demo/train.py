@@ -15,12 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muon_shard
+from muon_shard.demo.config import DemoConfig
+from muon_shard.demo.model import Transformer
+from muon_shard.demo.sharding import batch_axes, weight_shardings
+from muon_shard.demo.text import load_corpus, sample_batches
+from muon_shard.labels import by_path
 
-from .config import DemoConfig
-from .model import Transformer
-from .sharding import batch_axes, weight_shardings
-from .text import load_corpus, sample_batches
-
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]  # (params, state, grads) → (params, state)
 HELD_OUT_BATCHES = 4
 OURS, REFERENCE, ADAMW = "muon_shard.muon", "optax.contrib.muon", "optax.adamw"
 
@@ -77,18 +78,18 @@ def make_task(config: DemoConfig, mesh: Mesh) -> Task:
     )
 
 
-def make_optimizers(config: DemoConfig, dimension_numbers: Any) -> dict[str, optax.GradientTransformation]:
+def make_optimizers(config: DemoConfig) -> dict[str, optax.GradientTransformation]:
     """The three optimizers by name. Both Muons get the same arguments: their curves should be one curve."""
 
     def schedule(peak: float) -> optax.Schedule:
         # Warm-up starts above zero, or the first step would do nothing.
-        warmup = max(1, config.steps // 10)
-        return optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup, max(config.steps, warmup + 1), peak / 10)
+        low, warmup = peak / 10, max(1, config.steps // 10)
+        return optax.warmup_cosine_decay_schedule(low, peak, warmup, max(config.steps, warmup + 1), low)
 
-    muon_arguments = dict(
+    muon_arguments: dict[str, Any] = dict(
         learning_rate=schedule(config.learning_rate),
         adam_learning_rate=schedule(config.adam_learning_rate),
-        muon_weight_dimension_numbers=dimension_numbers,
+        muon_weight_dimension_numbers=by_path,
     )
     return {
         OURS: muon_shard.muon(**muon_arguments),
@@ -97,8 +98,8 @@ def make_optimizers(config: DemoConfig, dimension_numbers: Any) -> dict[str, opt
     }
 
 
-def train(task: Task, step: Callable, params: Any, state: Any, on_step: Callable[[float], None]) -> Trajectory:
-    """Apply `step` (which donates params and state) to every batch; `on_step` hears each loss."""
+def train(task: Task, step: Step, params: Any, state: Any, on_step: Callable[[float], None]) -> Trajectory:
+    """Apply `step`, which donates params and state, once per batch; `on_step` hears each loss."""
     losses, first = [], None
     for batch in task.batches:
         loss, grads = task.loss_and_grads(params, jax.device_put(batch, task.tokens))
@@ -111,7 +112,7 @@ def train(task: Task, step: Callable, params: Any, state: Any, on_step: Callable
 
 
 def largest_difference(left: Any, right: Any) -> float:
-    """max |left − right| over all entries of two host trees."""
+    """Max |left − right| over all entries of two host trees."""
     return max(float(np.max(np.abs(a - b))) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right)))
 
 

@@ -11,10 +11,12 @@ class AllToAll(Transport):
     """One hop over all exchange axes at once: the fewest bytes."""
 
     name = "all_to_all"
-    why = "each matrix travels once to its owner and back"
 
     def refuses(self, exchange: tuple[str, ...]) -> str:
         return "" if exchange else "no matrix axis is sharded"
+
+    def why(self, exchange: tuple[str, ...]) -> str:
+        return f"scattered over {'+'.join(exchange)}"
 
     def collectives(self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int) -> tuple[Collective, ...]:
         return (Collective("all-to-all", exchange, ways, bytes_in, "blocks to owners"),

@@ -11,11 +11,14 @@ class Transport(abc.ABC):
     """Moves buffers between the devices of a domain, over its exchange axes."""
 
     name: str
-    why: str
 
     @abc.abstractmethod
     def refuses(self, exchange: tuple[str, ...]) -> str:
         """Why this transport cannot serve a domain with these exchange axes; '' if it can."""
+
+    @abc.abstractmethod
+    def why(self, exchange: tuple[str, ...]) -> str:
+        """Why it serves this domain, in a few words for the plan's table."""
 
     @abc.abstractmethod
     def collectives(self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int) -> tuple[Collective, ...]:

@@ -10,10 +10,12 @@ class Local(Transport):
     """Owners already hold their matrices whole."""
 
     name = "local"
-    why = "no matrix axis is sharded"
 
     def refuses(self, exchange: tuple[str, ...]) -> str:
         return f"matrices are scattered over {exchange}" if exchange else ""
+
+    def why(self, exchange: tuple[str, ...]) -> str:
+        return "whole where it lies"
 
     def collectives(self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int) -> tuple[Collective, ...]:
         return ()

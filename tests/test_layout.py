@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from muon_shard.layout import make_layout, why_illegal
+
+MESH = (("replica", 2), ("fsdp", 4), ("tensor", 2), ("one", 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "rows", "cols", "text"),
+    [
+        ((8, 6), P("fsdp", "tensor"), (0,), (1,), "G[M_fsdp, N_tensor] over {replica}"),
+        ((8, 6), P(), (0,), (1,), "G[M, N] over {replica, fsdp, tensor}"),
+        ((3, 8, 6), P(None, ("fsdp", "tensor")), (1,), (2,), "G[L, M_fsdp+tensor, N] over {replica}"),
+        ((8, 8, 6), P(("replica", "fsdp"), None, "tensor"), (1,), (2,), "G[E_replica+fsdp, M, N_tensor]"),
+        ((8, 4, 6), P("one", "fsdp", None), (0,), (1, 2), "G[M, N0_fsdp, N1] over {replica, tensor}"),
+    ],
+)
+def test_printed_form(shape, spec, rows, cols, text):
+    assert str(make_layout(shape, spec, rows, cols, MESH)) == text
+
+
+def test_axes_have_roles():
+    layout = make_layout((4, 3, 16, 8), P("tensor", None, "fsdp"), (2,), (3,), MESH)
+    assert (layout.exchange, layout.batch_axes, layout.free) == (("fsdp",), ("tensor",), ("replica",))
+    assert (layout.count, layout.matrices, layout.kind.shape, layout.kind.block) == (6, 12, (16, 8), (4, 8))
+
+
+def test_orientation_is_canonical():
+    tall, wide = (make_layout(s, P(), (0,), (1,), ()) for s in ((8, 4), (4, 8)))
+    assert tall.kind.canonical == wide.kind.canonical == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (P("fsdp", "tensor"), ""),
+        (P(None, None, "fsdp"), "3 entries"),
+        (P("nonesuch"), "unknown mesh axes"),
+        (P("fsdp", "fsdp"), "shards two dimensions"),
+        (P(None, "fsdp"), "dimension 1 of size 6 does not divide"),
+    ],
+)
+def test_why_illegal(spec, reason):
+    got = why_illegal((8, 6), list(spec) if spec == P("fsdp", "fsdp") else spec, MESH) if spec else ""
+    assert (reason in got) if reason else got == ""
+
+
+def test_order_is_a_permutation():
+    layout = make_layout((4, 3, 16, 8), P(), (2, 0), (3,), ())
+    assert np.array_equal(np.sort(layout.order), np.arange(4)) and layout.order == (1, 2, 0, 3)

@@ -1,0 +1,161 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import CASES, WEIGHT, Case, Leaf
+from optax.contrib import MuonDimensionNumbers as Dims
+
+import muon_shard
+from muon_shard.plan import plan_mesh
+
+
+def abstract(mesh, leaves, dtype="float32"):
+    mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)) for name, (shape, spec) in leaves.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_matrix_has_one_owner_in_its_row(name):
+    case = CASES[name]
+    plan = muon_shard.make_plan(case.abstract(case.make_mesh()), muon_weight_dimension_numbers=case.dims)
+    for part in plan.parts:
+        for domain in part.domains:
+            packing = domain.packing
+            row, counts = packing.index(packing.batch), np.array(packing.counts)
+            for kind in range(len(packing.kinds)):
+                per_row = np.bincount(row, weights=counts[:, kind])
+                assert (per_row == sum(count for k, count in packing.leaves if k == kind)).all()
+    matrices = sum(leaf.layout.matrices for part in plan.parts for leaf in part.leaves)
+    owned = sum(sum(map(sum, d.packing.counts)) for part in plan.parts for d in part.domains)
+    assert owned == matrices
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_concrete_and_abstract_meshes_give_the_same_plan(name):
+    case = CASES[name]
+    mesh = case.make_mesh()
+    plans = [muon_shard.make_plan(case.abstract(m), muon_weight_dimension_numbers=case.dims) for m in (mesh, mesh.abstract_mesh)]
+    plans.append(muon_shard.make_plan(case.put(case.host(), mesh), muon_weight_dimension_numbers=case.dims))
+    assert plans[0] == plans[1] == plans[2]
+    assert len(set(map(str, plans))) == 1 and len(set(map(hash, plans))) == 1
+
+
+def test_plans_are_deterministic():
+    case = CASES["experts"]
+    params = case.abstract(AbstractMesh(tuple(case.mesh.values()), tuple(case.mesh)))
+    first = muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims)
+    plan_mesh.cache_clear()
+    assert first == muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims)
+
+
+def test_thousands_of_devices():
+    leaves = {f"layers.{i}.{n}": ((4096, 4096), P("fsdp")) for i in range(64) for n in "qkvo"}
+    plan = muon_shard.make_plan(abstract({"replica": 64, "fsdp": 64}, leaves))
+    assert plan.devices == 4096 and plan.programs <= 2
+    owners = np.array([sum(c) for c in plan.parts[0].domains[0].packing.counts])
+    assert owners.max() == 1 and owners.sum() == 256
+
+
+def test_experts_stay_in_their_row_and_move_nothing():
+    plan = muon_shard.make_plan(abstract({"expert": 8}, {"up": ((64, 256, 128), P("expert"))}), muon_weight_dimension_numbers=Dims(1, 2))
+    assert not plan.collectives and plan.balance == 1 and plan.programs == 1
+
+
+def test_balance_is_by_flops_over_all_domains():
+    """Replicated matrices fill the devices that the sharded ones leave idle."""
+    leaves = {f"s{i}": ((256, 256), P("fsdp")) for i in range(4)} | {f"r{i}": ((256, 256), P()) for i in range(4)}
+    plan = muon_shard.make_plan(abstract({"fsdp": 8}, leaves))
+    assert plan.balance == 1 and len(plan.parts[0].domains) == 2
+
+
+def test_max_programs_is_a_bound_and_its_price_shows():
+    leaves = {f"w{i}": ((128 + 16 * i, 256), P(None, "fsdp")) for i in range(12)}
+    free = muon_shard.make_plan(abstract({"fsdp": 8}, leaves))
+    tight = muon_shard.make_plan(abstract({"fsdp": 8}, leaves), options=muon_shard.PlanOptions(max_programs=2))
+    assert free.programs > 2 >= tight.programs
+    assert tight.balance < free.balance and tight.total_flops == free.total_flops
+
+
+def test_dtypes_do_not_share_an_exchange():
+    leaves = abstract({"fsdp": 4}, {"a": ((16, 16), P("fsdp"))}) | {"b": abstract({"fsdp": 4}, {"b": ((16, 16), P("fsdp"))}, "bfloat16")["b"]}
+    assert len(muon_shard.make_plan(leaves).parts[0].domains) == 2
+
+
+def test_peak_bytes_is_near_the_compiled_temporaries():
+    leaves = {f"w{i}": Leaf((128, 256), P("fsdp"), WEIGHT) for i in range(16)}
+    case = Case({"replica": 2, "fsdp": 4}, leaves)
+    params = case.put(case.host(), case.make_mesh())
+    tx = muon_shard.scale_by_muon()
+    compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+    measured = compiled.memory_analysis().temp_size_in_bytes
+    assert 0.3 * measured <= muon_shard.make_plan(params).peak_bytes <= 3 * measured
+
+
+def test_bytes_by_axis_counts_what_others_send():
+    plan = muon_shard.make_plan(abstract({"replica": 2, "fsdp": 4}, {f"w{i}": ((64, 64), P("fsdp")) for i in range(8)}))
+    one = 64 * 64 * 4
+    assert plan.bytes_by_axis == {"fsdp": 2 * one * 3 // 4, "replica": one}
+
+
+def test_json_is_plain_and_complete():
+    case = CASES["experts"]
+    plan = muon_shard.make_plan(case.abstract(case.make_mesh()), muon_weight_dimension_numbers=case.dims)
+    values = json.loads(json.dumps(plan.to_json()))
+    assert {"balance", "programs", "flops_per_device", "bytes_by_axis", "collectives", "groups"} <= set(values)
+    assert sum(g["matrices"] for g in values["groups"]) == sum(leaf.layout.matrices for leaf in plan.parts[0].leaves)
+
+
+@pytest.mark.parametrize(
+    ("params", "arguments", "message"),
+    [
+        ({"w": np.ones(3, np.float32)}, {"muon_weight_dimension_numbers": {"w": Dims()}}, r"params\['w'\] of shape f32\[3\].*rank 1"),
+        ({"w": np.ones((3, 4, 5), np.float32)}, {"muon_weight_dimension_numbers": {"w": Dims((0, 1), 1)}}, r"\(0, 1\) and output axes \(1,\) overlap"),
+        ({"w": np.ones((3, 4), np.float32)}, {"muon_weight_dimension_numbers": {"w": Dims(0, 2)}}, r"axes \[2\] of a leaf of rank 2"),
+        ({"w": np.ones((3, 4), np.float32)}, {"muon_weight_dimension_numbers": {"w": Dims((), 1)}}, "no reduction or no output axis"),
+        ({"w": np.ones((3, 4), np.float32)}, {"muon_weight_dimension_numbers": {"v": Dims()}}, "muon_weight_dimension_numbers does not match the tree"),
+        ({"w": np.ones((3, 4), np.int32)}, {}, r"1 leaf cannot be optimized by Muon.\n\* params\['w'\] of shape i32\[3,4\].*int32"),
+        ({"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)}, {}, r"2 leaves and not one is a Muon leaf(.|\n)*params\['a'\](.|\n)*params\['b'\]"),
+    ],
+)
+def test_bad_leaves_are_listed(params, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        muon_shard.make_plan(params, **arguments)
+    with pytest.raises(ValueError, match=message):
+        muon_shard.muon(0.1, **arguments).init(params)
+
+
+MESH = AbstractMesh((2, 4), ("replica", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"w": P("nonesuch")}, r"params\['w'\].*unknown mesh axes \['nonesuch'\]; the mesh has \{'replica': 2, 'fsdp': 4\}"),
+        ({"w": P(None, "fsdp")}, r"dimension 1 of size 6 does not divide over \('fsdp',\) of size 4"),
+        ({"w": P(None, None, "fsdp")}, "3 entries for a leaf of rank 2"),
+        ({"v": P()}, "param_shardings does not match the tree"),
+        ({"w": "fsdp"}, "holds a str"),
+        ({"w": jax.ShapeDtypeStruct((4, 4), "float32")}, r"holds an array of shape \[4, 4\]"),
+        ({"w": NamedSharding(AbstractMesh((8,), ("x",)), P("x"))}, r"lives on mesh .* param_shardings= names mesh \{'x': 8\}"),
+    ],
+)
+def test_bad_shardings_are_listed(given, message):
+    params = {"w": jax.ShapeDtypeStruct((8, 6), "float32", sharding=NamedSharding(MESH, P()))}
+    with pytest.raises(ValueError, match=message):
+        muon_shard.make_plan(params, param_shardings=given)
+
+
+def test_a_bare_spec_needs_a_mesh():
+    with pytest.raises(ValueError, match="needs a mesh"):
+        muon_shard.make_plan({"w": np.ones((8, 8), np.float32)}, param_shardings=P("fsdp"))
+
+
+def test_overlapping_meshes_raise():
+    devices = jax.devices()
+    meshes = [jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices[i : i + 4]) for i in (0, 2)]
+    params = {str(i): jax.device_put(np.ones((8, 8), np.float32), NamedSharding(m, P("x"))) for i, m in enumerate(meshes)}
+    with pytest.raises(ValueError, match=r"overlapping meshes.\n\* params\['1'\].*shares some, not all, devices"):
+        muon_shard.make_plan(params)

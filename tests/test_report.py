@@ -1,0 +1,32 @@
+import jax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import CASES
+
+import muon_shard
+from muon_shard.report import common_name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tables_fit_100_columns(name):
+    case = CASES[name]
+    text = str(muon_shard.make_plan(case.abstract(case.make_mesh()), muon_weight_dimension_numbers=case.dims))
+    assert max(map(len, text.splitlines())) <= 100
+    for leaf in case.leaves:  # every leaf is shown, alone or in a group
+        assert leaf.rstrip("0123456789") in text
+
+
+def test_the_table_says_what_runs_where_and_why():
+    mesh = AbstractMesh((2, 4), ("replica", "fsdp"))
+    leaf = jax.ShapeDtypeStruct((64, 128), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+    text = str(muon_shard.make_plan({"blocks": [{"wq": leaf} for _ in range(8)]}))
+    for part in ("8 matrices in 8 leaves on 8 device(s) (replica 2 × fsdp 4)", "balance 100.0%", "params['blocks'][*]['wq'] ×8",
+                 "G[M_fsdp, N]", "{replica}", "all_to_all", "8 × 1", "scattered over fsdp", "shared over replica",
+                 "all-to-all over fsdp (4)", "all-gather over replica (2)", "8 leaves to Muon, 0 to Adam"):
+        assert part in text, part
+
+
+def test_common_name():
+    assert common_name(["a[0].w12", "a[1].w12"]) == "a[*].w12"
+    assert common_name(["a.b"]) == "a.b"
