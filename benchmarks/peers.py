@@ -57,9 +57,7 @@ def momentum_then(orthogonalize: Callable[[Updates], Updates]) -> optax.Gradient
         updates = jax.tree.map(lambda u: width_scale(u.shape) * u, orthogonalize(nesterov))
         return updates, MomentumState(count, momentum)
 
-    return optax.chain(
-        optax.GradientTransformation(init, update), optax.scale_by_learning_rate(LEARNING_RATE)
-    )
+    return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(LEARNING_RATE))
 
 
 def width_scale(shape: tuple[int, ...]) -> float:

@@ -80,14 +80,9 @@ SETS = {
 def laid_on(mesh: Mesh, state):
     """`state` with scalars born on one device replicated on `mesh`, everything else where it was."""
     replicated, devices = NamedSharding(mesh, P()), set(mesh.devices.flat)
-    return jax.tree.map(
-        lambda x: x if x.sharding.device_set == devices else jax.device_put(x, replicated), state
-    )
+    return jax.tree.map(lambda x: x if x.sharding.device_set == devices else jax.device_put(x, replicated), state)
 
 
 def local_bytes(tree) -> int:
     """Bytes of the arrays of `tree` that one device holds."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -5,7 +5,7 @@ from muon_shard.emulate import emulate_devices as emulate_devices
 from muon_shard.newton_schulz import orthogonalize as orthogonalize
 from muon_shard.plan import Plan as Plan
 from muon_shard.plan import PlanOptions as PlanOptions
-from muon_shard.plan import make_plan as make_plan
+from muon_shard.planner import make_plan as make_plan
 from muon_shard.transform import muon as muon
 from muon_shard.transform import opt_state_shardings as opt_state_shardings
 from muon_shard.transform import scale_by_muon as scale_by_muon

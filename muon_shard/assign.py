@@ -170,9 +170,7 @@ def _seats(domains: Sequence[Workers]) -> list[np.ndarray]:
 
     Else the first row of experts would get all the large dense matrices, and its experts cannot leave it.
     """
-    column = np.zeros(
-        domains[0].rows.size, np.int64
-    )  # of a device, summed over the domains with several rows
+    column = np.zeros(domains[0].rows.size, np.int64)  # of a device, summed over the domains with several rows
     for domain in domains:
         if len(domain.rows) > 1:
             column[domain.rows] += np.arange(domain.rows.shape[1])

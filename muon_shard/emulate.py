@@ -19,4 +19,5 @@ def emulate_devices(count: int = 8) -> None:
     if jax.device_count() != count or jax.default_backend() != "cpu":
         raise RuntimeError(
             f"emulate_devices({count}): JAX already runs on {jax.device_count()} {jax.default_backend()} device(s). "
-            "Call emulate_devices first, in a fresh process, or restart the notebook's runtime.")
+            "Call emulate_devices first, in a fresh process, or restart the notebook's runtime."
+        )

@@ -23,8 +23,13 @@ Orthogonalizer = Callable[..., jax.Array]
 """(x [batch, m, n], *operands) → [batch, m, n], with m ≤ n."""
 
 
-def execute(plan: MeshPlan, mesh: AnyMesh | None, leaves: Sequence[jax.Array], orthogonalizer: Orthogonalizer,
-            operands: tuple[Any, ...]) -> list[jax.Array]:
+def execute(
+    plan: MeshPlan,
+    mesh: AnyMesh | None,
+    leaves: Sequence[jax.Array],
+    orthogonalizer: Orthogonalizer,
+    operands: tuple[Any, ...],
+) -> list[jax.Array]:
     """Orthogonalizes every matrix of `leaves` once on the whole mesh.
 
     Args:
@@ -45,7 +50,9 @@ def execute(plan: MeshPlan, mesh: AnyMesh | None, leaves: Sequence[jax.Array], o
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(plan: MeshPlan, mesh: AnyMesh | None, orthogonalizer: Orthogonalizer) -> Callable[..., tuple[jax.Array, ...]]:
+def _compiled(
+    plan: MeshPlan, mesh: AnyMesh | None, orthogonalizer: Orthogonalizer
+) -> Callable[..., tuple[jax.Array, ...]]:
     """One jitted function per plan, so that eager updates compile once; inside `jit` it is inlined."""
     body = functools.partial(_body, plan, orthogonalizer)
     if mesh is None:
@@ -87,7 +94,9 @@ def _replicated(x: jax.Array, mesh: AnyMesh) -> jax.Array:
     return x
 
 
-def _body(plan: MeshPlan, orthogonalizer: Orthogonalizer, operands: tuple[jax.Array, ...], *shards: jax.Array) -> tuple[jax.Array, ...]:
+def _body(
+    plan: MeshPlan, orthogonalizer: Orthogonalizer, operands: tuple[jax.Array, ...], *shards: jax.Array
+) -> tuple[jax.Array, ...]:
     """What every device does with its local shards."""
     buffers = []
     for domain in plan.domains:
@@ -147,7 +156,11 @@ def _chain(compact: np.ndarray, back: np.ndarray) -> np.ndarray:
 
 def _take(pages: jax.Array, table: Any) -> jax.Array:
     """Rows of `pages` by a table whose entries all exist; no copy for a static table that moves nothing."""
-    if isinstance(table, np.ndarray) and table.size == pages.shape[0] and (table.reshape(-1) == np.arange(table.size)).all():
+    if (
+        isinstance(table, np.ndarray)
+        and table.size == pages.shape[0]
+        and (table.reshape(-1) == np.arange(table.size)).all()
+    ):
         return pages
     return jnp.take(pages, table.reshape(-1), axis=0, mode="clip")
 
@@ -159,8 +172,9 @@ def _of_device(table: Any, mesh_axes: MeshAxes, axes: tuple[str, ...]) -> Any:
     return jnp.asarray(table)[lax.axis_index(axes)]
 
 
-def _run_programs(plan: MeshPlan, orthogonalizer: Orthogonalizer, operands: tuple[jax.Array, ...],
-                  buffers: list[jax.Array]) -> list[jax.Array]:
+def _run_programs(
+    plan: MeshPlan, orthogonalizer: Orthogonalizer, operands: tuple[jax.Array, ...], buffers: list[jax.Array]
+) -> list[jax.Array]:
     branches = [functools.partial(_program, plan.domains, slots, orthogonalizer, operands) for slots in plan.programs]
     if len(branches) == 1:
         return branches[0](buffers)
@@ -168,8 +182,13 @@ def _run_programs(plan: MeshPlan, orthogonalizer: Orthogonalizer, operands: tupl
     return lax.switch(jnp.asarray(plan.program_of, jnp.int32)[me], branches, buffers)
 
 
-def _program(domains: Sequence[Domain], slots: Sequence[tuple[int, ...]], orthogonalizer: Orthogonalizer,
-             operands: tuple[jax.Array, ...], buffers: list[jax.Array]) -> list[jax.Array]:
+def _program(
+    domains: Sequence[Domain],
+    slots: Sequence[tuple[int, ...]],
+    orthogonalizer: Orthogonalizer,
+    operands: tuple[jax.Array, ...],
+    buffers: list[jax.Array],
+) -> list[jax.Array]:
     """Reassembles the owned matrices, orthogonalizes equal canonical shapes in one batch, and takes them apart again."""
     batches: dict[tuple[Any, ...], list[jax.Array]] = {}
     runs = []

@@ -82,20 +82,40 @@ def route(tree: Any, dimension_numbers: DimensionNumbers = None, where: str = "m
             continue
         rows, cols = _axes(leaf.ndim, entry.reduction_axis), _axes(leaf.ndim, entry.output_axis)
         routes.append(_record(path, leaf, "muon", rule, rows=rows, cols=cols))
-    raise_for_leaves(where, "cannot be viewed as matrices", offences,
-                     "Consider passing other muon_weight_dimension_numbers= for these leaves, or None to send them to Adam.")
+    raise_for_leaves(
+        where,
+        "cannot be viewed as matrices",
+        offences,
+        "Consider passing other muon_weight_dimension_numbers= for these leaves, or None to send them to Adam.",
+    )
     return routes
 
 
 def require_matrices(routes: Sequence[Route], where: str = "muon") -> None:
     """Raises ValueError when there are leaves and none is Muon's, or a Muon leaf has no real or complex dtype."""
-    bad = [Offence(r.path, f"dtype {r.dtype} is not a float or complex type, it has no momentum", r.shape, _short(r.dtype))
-           for r in routes if r.label == "muon" and not jnp.issubdtype(jnp.dtype(r.dtype), jnp.inexact)]
-    raise_for_leaves(where, "cannot be optimized by Muon", bad, "Consider labelling them 'adam', or masking them with optax.masked.")
+    bad = [
+        Offence(
+            r.path,
+            f"dtype {r.dtype} is not a float or complex type, it has no momentum",
+            r.shape,
+            _short(r.dtype),
+        )
+        for r in routes
+        if r.label == "muon" and not jnp.issubdtype(jnp.dtype(r.dtype), jnp.inexact)
+    ]
+    raise_for_leaves(
+        where,
+        "cannot be optimized by Muon",
+        bad,
+        "Consider labelling them 'adam', or masking them with optax.masked.",
+    )
     if routes and all(r.label == "adam" for r in routes):
-        raise_for_leaves(where, "and not one is a Muon leaf, all would be optimized by Adam",
-                         [Offence(r.path, r.rule, r.shape, _short(r.dtype)) for r in routes],
-                         "Consider passing muon_weight_dimension_numbers=muon_shard.labels.by_path, or optax.adamw.")
+        raise_for_leaves(
+            where,
+            "and not one is a Muon leaf, all would be optimized by Adam",
+            [Offence(r.path, r.rule, r.shape, _short(r.dtype)) for r in routes],
+            "Consider passing muon_weight_dimension_numbers=muon_shard.labels.by_path, or optax.adamw.",
+        )
 
 
 def by_path(tree: Any) -> Any:
@@ -157,7 +177,9 @@ def _why_not_a_matrix(leaf: Any, numbers: MuonDimensionNumbers) -> str:
     rank = len(leaf.shape)
     if rank < 2:
         return f"rank {rank}, a matrix needs rank 2 or more"
-    given = [(axes,) if isinstance(axes, int) else tuple(axes) for axes in (numbers.reduction_axis, numbers.output_axis)]
+    given = [
+        (axes,) if isinstance(axes, int) else tuple(axes) for axes in (numbers.reduction_axis, numbers.output_axis)
+    ]
     if not all(given):
         return f"{numbers} names no reduction or no output axis"
     outside = [a for a in given[0] + given[1] if not -rank <= a < rank]
@@ -174,5 +196,5 @@ def _short(dtype: Any) -> str:
     name = str(dtype)
     for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
         if name.startswith(long):
-            return short + name[len(long):]
+            return short + name[len(long) :]
     return name

@@ -84,8 +84,12 @@ class Layout:
     @functools.cached_property
     def kind(self) -> Kind:
         dims = self.rows + self.cols
-        return Kind(tuple(self.local_shape[d] for d in dims), tuple(self.spec[d] for d in dims),
-                    tuple(self._ways(self.spec[d]) for d in dims), len(self.rows))
+        return Kind(
+            tuple(self.local_shape[d] for d in dims),
+            tuple(self.spec[d] for d in dims),
+            tuple(self._ways(self.spec[d]) for d in dims),
+            len(self.rows),
+        )
 
     @functools.cached_property
     def exchange(self) -> tuple[str, ...]:
@@ -146,8 +150,13 @@ def why_illegal(shape: Sequence[int], spec: Sequence[object], mesh_axes: MeshAxe
     return ""
 
 
-def make_layout(shape: Sequence[int], spec: Sequence[object], rows: Sequence[int], cols: Sequence[int],
-                mesh_axes: MeshAxes) -> Layout:
+def make_layout(
+    shape: Sequence[int],
+    spec: Sequence[object],
+    rows: Sequence[int],
+    cols: Sequence[int],
+    mesh_axes: MeshAxes,
+) -> Layout:
     """The layout of a legal leaf (see `why_illegal`); axes of size 1 are no-ops and vanish."""
     sizes = dict(mesh_axes)
     entries = tuple(tuple(a for a in axes if sizes[a] > 1) for axes in spec_entries(spec, len(shape)))

@@ -78,15 +78,23 @@ class NewtonSchulz:
         return jnp.sum(x.conj() * y, axis=(-2, -1), keepdims=True) * y
 
 
-def orthogonalize(x: jax.Array, *, ns_coeffs: Any = "standard", ns_steps: int = 5, preconditioning: str = "frobenius",
-                  eps: float = 1e-8) -> jax.Array:
+def orthogonalize(
+    x: jax.Array,
+    *,
+    ns_coeffs: Any = "standard",
+    ns_steps: int = 5,
+    preconditioning: str = "frobenius",
+    eps: float = 1e-8,
+) -> jax.Array:
     """Orthogonalizes each matrix of `x` [..., m, n]; same shape and dtype.
 
     Zero in, zero out; NaN and infinity make their own matrix NaN and touch no other. Entries below the smallest normal
     number of the dtype may be flushed to zero by the backend.
     """
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise ValueError(f"orthogonalize: x must be a float or complex array of rank 2 or more, got {x.dtype}{list(x.shape)}.")
+        raise ValueError(
+            f"orthogonalize: x must be a float or complex array of rank 2 or more, got {x.dtype}{list(x.shape)}."
+        )
     if x.size == 0:
         return x
     tall = x.shape[-2] > x.shape[-1]
@@ -121,7 +129,9 @@ def normalize(x: jax.Array, eps: jax.Array, preconditioning: str) -> jax.Array:
         full = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         norm = jnp.linalg.svd(full, compute_uv=False)[..., :1, None]
     else:
-        norm = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x.astype(jnp.promote_types(x.dtype, wide)))), axis=(-2, -1), keepdims=True))
+        norm = jnp.sqrt(
+            jnp.sum(jnp.square(jnp.abs(x.astype(jnp.promote_types(x.dtype, wide)))), axis=(-2, -1), keepdims=True)
+        )
     eps = jnp.asarray(eps, wide)
     norm = norm + jnp.minimum(jnp.ldexp(eps, -exponent), eps * norm)
     return jnp.where(largest == 0, jnp.zeros_like(x), (x / jnp.where(largest == 0, 1, norm)).astype(x.dtype))

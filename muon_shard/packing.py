@@ -66,7 +66,8 @@ class Packing:
 class Tables:
     """`send` [batch, replica, peers, capacity]: pool page to put in each place (filler: page 0). `compact` [batch, replica,
     returned]: place of each page owned in this replica, among the peers × capacity that came back. `back` [batch, pool pages]:
-    place of each pool page among the replicas × returned."""
+    place of each pool page among the replicas × returned.
+    """
 
     send: np.ndarray
     compact: np.ndarray
@@ -96,8 +97,16 @@ def _item_pages(packing: Packing) -> list[np.ndarray]:
 
 def _tables(packing: Packing) -> Tables:
     """Deals the matrices of each kind to the devices of each row in order, then writes down every page's way."""
-    rows, replicas, peers = packing.ways(packing.batch), packing.ways(packing.free), packing.ways(packing.exchange)
-    row, replica, peer = packing.index(packing.batch), packing.index(packing.free), packing.index(packing.exchange)
+    rows, replicas, peers = (
+        packing.ways(packing.batch),
+        packing.ways(packing.free),
+        packing.ways(packing.exchange),
+    )
+    row, replica, peer = (
+        packing.index(packing.batch),
+        packing.index(packing.free),
+        packing.index(packing.exchange),
+    )
     send = np.zeros((rows, replicas, peers, packing.capacity), np.int32)
     compact = np.zeros((rows, replicas, packing.returned), np.int32)
     back = np.zeros((rows, packing.pool_pages), np.int32)

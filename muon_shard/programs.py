@@ -21,9 +21,7 @@ def place(counts: np.ndarray, jobs: Sequence[Job], domains: Sequence[Workers]) -
     cell = np.unique(row, axis=0, return_inverse=True)[1].reshape(-1)
     bins = _bins(row, domains)
     # Devices of a cell in the same bins are one spot; the spots of a cell stand side by side.
-    spots, spot, size = np.unique(
-        np.column_stack([cell, bins]), axis=0, return_inverse=True, return_counts=True
-    )
+    spots, spot, size = np.unique(np.column_stack([cell, bins]), axis=0, return_inverse=True, return_counts=True)
     seats = np.argsort(spot.reshape(-1), kind="stable")
     starts = np.searchsorted(spots[:, 0], np.arange(cell.max() + 2))
     ends, bins_of = np.cumsum(size), spots[:, 1:]

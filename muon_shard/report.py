@@ -68,9 +68,19 @@ def _group(part: MeshPlan, domain: Domain, members: list[int]) -> Group:
     received = sum(c.received for c in domain.collectives)
     matrices = len(members) * leaf.layout.matrices
     return Group(
-        tuple(part.leaves[i].path for i in members), str(leaf.layout), leaf.layout.shape, matrices, domain.transport.name,
-        int((owned > 0).sum()), int(owned[owned > 0].min(initial=owned.max())), int(owned.max()),
-        matrices * ns_flops(*leaf.layout.kind.shape, part.steps), received * pages // packing.pool_pages, domain.why, leaf.source)
+        tuple(part.leaves[i].path for i in members),
+        str(leaf.layout),
+        leaf.layout.shape,
+        matrices,
+        domain.transport.name,
+        int((owned > 0).sum()),
+        int(owned[owned > 0].min(initial=owned.max())),
+        int(owned.max()),
+        matrices * ns_flops(*leaf.layout.kind.shape, part.steps),
+        received * pages // packing.pool_pages,
+        domain.why,
+        leaf.source,
+    )
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -86,9 +96,22 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "bytes_by_axis": plan.bytes_by_axis,
         "peak_bytes": plan.peak_bytes,
         "collectives": [dataclasses.asdict(c) | {"received": c.received} for c in plan.collectives],
-        "groups": [{**dataclasses.asdict(g), "name": g.name, "paths": list(g.paths)} for part in plan.parts for g in groups(part)],
-        "routes": [{"name": common_name([r.path for r in rs]), "leaves": len(rs), "shape": rs[0].shape, "label": rs[0].label,
-                    "rule": rs[0].rule, "doubt": rs[0].doubt} for rs in route_groups(plan.routes)],
+        "groups": [
+            {**dataclasses.asdict(g), "name": g.name, "paths": list(g.paths)}
+            for part in plan.parts
+            for g in groups(part)
+        ],
+        "routes": [
+            {
+                "name": common_name([r.path for r in rs]),
+                "leaves": len(rs),
+                "shape": rs[0].shape,
+                "label": rs[0].label,
+                "rule": rs[0].rule,
+                "doubt": rs[0].doubt,
+            }
+            for rs in route_groups(plan.routes)
+        ],
     }
 
 
@@ -111,10 +134,14 @@ def _summary(part: MeshPlan) -> Iterable[str]:
     matrices = sum(leaf.layout.matrices for leaf in part.leaves)
     yield f"Muon plan: {matrices:,} matrices in {len(part.leaves)} leaves on {part.devices:,} device(s) ({mesh})"
     ideal = total / part.devices
-    yield (f"NS FLOPs   {_count(total)} in all, {_count(most)} on the busiest device: balance {ideal / most:.1%}, "
-           f"{part.bound / most:.1%} of what whole matrices allow")
-    yield (f"programs   {len(part.programs)} compiled for {part.devices:,} device(s); temporaries about "
-           f"{_bytes(part.peak_bytes)} per device")
+    yield (
+        f"NS FLOPs   {_count(total)} in all, {_count(most)} on the busiest device: balance {ideal / most:.1%}, "
+        f"{part.bound / most:.1%} of what whole matrices allow"
+    )
+    yield (
+        f"programs   {len(part.programs)} compiled for {part.devices:,} device(s); temporaries about "
+        f"{_bytes(part.peak_bytes)} per device"
+    )
     collectives = [c for domain in part.domains for c in domain.collectives]
     for c in collectives:
         yield f"collective {c.kind} over {'+'.join(c.axes)} ({c.ways}): {_bytes(c.received)} received, {c.purpose}"
@@ -128,7 +155,14 @@ def _table(rows: Sequence[Group]) -> Table:
         each = str(g.most) if g.least == g.most else f"{g.least}–{g.most}"
         count = f" ×{len(g.paths)}" if len(g.paths) > 1 else ""
         assumed = " (layout assumed)" if g.source == "assumed" else ""
-        table.add_row(f"{g.name}{count} {list(g.shape)}", g.layout + assumed, g.transport, f"{g.owners} × {each}", _bytes(g.bytes), g.why)
+        table.add_row(
+            f"{g.name}{count} {list(g.shape)}",
+            g.layout + assumed,
+            g.transport,
+            f"{g.owners} × {each}",
+            _bytes(g.bytes),
+            g.why,
+        )
     return table
 
 
@@ -140,14 +174,21 @@ def _routing(routes: Sequence[Route]) -> Table:
     for rs in route_groups(routes):
         count = f" ×{len(rs)}" if len(rs) > 1 else ""
         doubt = f" (?) {rs[0].doubt}" if rs[0].doubt else ""
-        table.add_row(common_name([r.path for r in rs]) + count, str(list(rs[0].shape)), rs[0].label, rs[0].rule + doubt)
+        table.add_row(
+            common_name([r.path for r in rs]) + count, str(list(rs[0].shape)), rs[0].label, rs[0].rule + doubt
+        )
     return table
 
 
 def _plain_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_style="")
     for name in columns:
-        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold", no_wrap=name in ("bytes", "owners"))
+        table.add_column(
+            name,
+            justify="right" if name == "bytes" else "left",
+            overflow="fold",
+            no_wrap=name in ("bytes", "owners"),
+        )
     return table
 
 
@@ -164,8 +205,9 @@ def _pattern(path: str) -> str:
 
 
 def common_name(paths: Sequence[str]) -> str:
-    """One name for paths that differ only in numbers: `blocks[*].wq` for blocks[0].wq, blocks[1].wq, …"""
-    split = [re.split(r"(\d+)", path) for path in paths]
+    """One short name for paths that differ only in numbers: `blocks.*.wq` for params['blocks'][0]['wq'] and so on."""
+    short = [re.sub(r"\[['\"]?", ".", re.sub(r"['\"]?\]", "", path.removeprefix("params"))) for path in paths]
+    split = [re.split(r"(\d+)", path.lstrip(".") or "params") for path in short]
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
 
 

@@ -64,7 +64,9 @@ class Memory:
         warnings.warn(
             f"muon_shard: the shardings of {shown} are not visible under jit on Auto mesh axes; assuming each is sharded over "
             "all axes along its first dividing matrix dimension. Results are right, bytes may be wasted. Pass param_shardings= "
-            "(the parameters themselves will do), call init outside jit, or use Explicit axes.", stacklevel=4)
+            "(the parameters themselves will do), call init outside jit, or use Explicit axes.",
+            stacklevel=4,
+        )
 
 
 def concrete_sharding(leaf: Any) -> NamedSharding | None:
@@ -96,10 +98,17 @@ def place_leaves(tree: Any, param_shardings: Shardings, memory: Memory, where: s
     """
     named, _ = flatten_with_paths(tree)
     given = _given(tree, param_shardings) or [None] * len(named)
-    manual = [Offence(path, f"axes {_axes(leaf, AxisType.Manual)} are Manual here", leaf.shape, str(leaf.dtype))
-              for path, leaf in named if _axes(leaf, AxisType.Manual)]
-    raise_for_leaves(where, "seen from inside a shard_map", manual,
-                     "Consider calling update outside of shard_map: it enters one of its own.")
+    manual = [
+        Offence(path, f"axes {_axes(leaf, AxisType.Manual)} are Manual here", leaf.shape, str(leaf.dtype))
+        for path, leaf in named
+        if _axes(leaf, AxisType.Manual)
+    ]
+    raise_for_leaves(
+        where,
+        "seen from inside a shard_map",
+        manual,
+        "Consider calling update outside of shard_map: it enters one of its own.",
+    )
     placements, offences, unknown = [], [], []
     for (path, leaf), entry in zip(named, given, strict=True):
         placement = _from_given(leaf, entry) if entry is not None else _from_leaf(path, leaf, memory)
@@ -112,7 +121,12 @@ def place_leaves(tree: Any, param_shardings: Shardings, memory: Memory, where: s
         if placement.source == ASSUMED:
             unknown.append(path)
         placements.append(placement)
-    raise_for_leaves(where, "cannot be sharded as given", offences, "Consider correcting param_shardings= for these leaves.")
+    raise_for_leaves(
+        where,
+        "cannot be sharded as given",
+        offences,
+        "Consider correcting param_shardings= for these leaves.",
+    )
     _require_coherent_meshes(named, placements, where)
     if unknown:
         memory.warn_once(unknown)
@@ -127,7 +141,12 @@ def _given(tree: Any, param_shardings: Shardings) -> list[Any] | None:
         return None
     if callable(param_shardings) and not isinstance(param_shardings, PartitionSpec):
         param_shardings = param_shardings(tree)
-    return spread(param_shardings, tree, lambda x: x is None or isinstance(x, NamedSharding | PartitionSpec), "param_shardings")
+    return spread(
+        param_shardings,
+        tree,
+        lambda x: x is None or isinstance(x, NamedSharding | PartitionSpec),
+        "param_shardings",
+    )
 
 
 def _from_given(leaf: Any, entry: Any) -> Placement | str:
@@ -180,9 +199,11 @@ def _from_leaf(path: str, leaf: Any, memory: Memory) -> Placement:
     return Placement(mesh, assumed_spec(leaf.shape, typed, hidden, mesh), ASSUMED)
 
 
-def assumed_spec(shape: Sequence[int], typed: tuple[tuple[str, ...], ...], hidden: Sequence[str],
-                 mesh: AnyMesh) -> tuple[tuple[str, ...], ...]:
+def assumed_spec(
+    shape: Sequence[int], typed: tuple[tuple[str, ...], ...], hidden: Sequence[str], mesh: AnyMesh
+) -> tuple[tuple[str, ...], ...]:
     """The known (typed) part of a spec, with the hidden axes added to the first dimension that most of them divide."""
+
     def dividing(d: int, axes: Sequence[str]) -> bool:
         return shape[d] % math.prod(mesh.shape[a] for a in (*typed[d], *axes)) == 0
 
@@ -215,8 +236,19 @@ def _require_coherent_meshes(named: Sequence[tuple[str, Any]], placements: Seque
         devices = frozenset(d.id for d in placement.mesh.devices.flat)
         clash = next((m for ids, m in meshes.items() if ids != devices and ids & devices), None)
         if clash is not None:
-            offences.append(Offence(path, f"its mesh {dict(placement.mesh.shape)} shares some, not all, devices with mesh "
-                                          f"{dict(clash.shape)} of other leaves", leaf.shape, str(leaf.dtype)))
+            offences.append(
+                Offence(
+                    path,
+                    f"its mesh {dict(placement.mesh.shape)} shares some, not all, devices with mesh "
+                    f"{dict(clash.shape)} of other leaves",
+                    leaf.shape,
+                    str(leaf.dtype),
+                )
+            )
         meshes.setdefault(devices, placement.mesh)
-    raise_for_leaves(where, "on overlapping meshes", offences,
-                     "Consider one mesh for all parameters, or disjoint meshes for pipeline stages.")
+    raise_for_leaves(
+        where,
+        "on overlapping meshes",
+        offences,
+        "Consider one mesh for all parameters, or disjoint meshes for pipeline stages.",
+    )

@@ -14,7 +14,8 @@ from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.execute import execute, reshard_typed
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
 from muon_shard.newton_schulz import NewtonSchulz, coefficients
-from muon_shard.plan import PlanOptions, plan_meshes
+from muon_shard.plan import PlanOptions
+from muon_shard.planner import plan_meshes
 from muon_shard.shardings import Memory, Shardings, mesh_of, place_leaves
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
@@ -68,9 +69,11 @@ def scale_by_muon(
     def matrices(tree: Any) -> list[Route]:
         routes = route(tree, weight_dimension_numbers, "scale_by_muon")
         raise_for_leaves(
-            "scale_by_muon", "declared no matrix",
+            "scale_by_muon",
+            "declared no matrix",
             [Offence(r.path, r.rule, r.shape, r.dtype) for r in routes if r.label != "muon"],
-            "Consider muon_shard.muon, which sends such leaves to Adam, or weight_dimension_numbers= for these leaves.")
+            "Consider muon_shard.muon, which sends such leaves to Adam, or weight_dimension_numbers= for these leaves.",
+        )
         require_matrices(routes, "scale_by_muon")
         return routes
 
@@ -158,16 +161,32 @@ def muon(
         {
             "muon": optax.chain(
                 scale_by_muon(
-                    ns_coeffs, ns_steps, beta, eps, mu_dtype, nesterov=nesterov, adaptive=adaptive,
-                    preconditioning=preconditioning, weight_dimension_numbers=muon_weight_dimension_numbers,
-                    param_shardings=param_shardings, plan_options=plan_options),
+                    ns_coeffs,
+                    ns_steps,
+                    beta,
+                    eps,
+                    mu_dtype,
+                    nesterov=nesterov,
+                    adaptive=adaptive,
+                    preconditioning=preconditioning,
+                    weight_dimension_numbers=muon_weight_dimension_numbers,
+                    param_shardings=param_shardings,
+                    plan_options=plan_options,
+                ),
                 _scale_by_shape(muon_weight_dimension_numbers, consistent_rms),
                 optax.add_decayed_weights(weight_decay, weight_decay_mask),
                 optax.scale_by_learning_rate(learning_rate),
             ),
             "adam": optax.adamw(
-                learning_rate if adam_learning_rate is None else adam_learning_rate, b1=adam_b1, b2=adam_b2, eps=eps,
-                eps_root=adam_eps_root, weight_decay=adam_weight_decay, mu_dtype=mu_dtype, nesterov=nesterov),
+                learning_rate if adam_learning_rate is None else adam_learning_rate,
+                b1=adam_b1,
+                b2=adam_b2,
+                eps=eps,
+                eps_root=adam_eps_root,
+                weight_decay=adam_weight_decay,
+                mu_dtype=mu_dtype,
+                nesterov=nesterov,
+            ),
         },
         labels,
     )
@@ -188,15 +207,26 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     """
     named, _ = jax.tree_util.tree_flatten_with_path(params)
     raise_for_leaves(
-        "opt_state_shardings", "without a NamedSharding",
-        [Offence("params" + jax.tree_util.keystr(path), f"its sharding is {getattr(leaf, 'sharding', None)}", leaf.shape,
-                 str(leaf.dtype)) for path, leaf in named if not isinstance(getattr(leaf, "sharding", None), NamedSharding)],
-        "Consider jax.device_put, or ShapeDtypeStructs that carry a sharding.")
+        "opt_state_shardings",
+        "without a NamedSharding",
+        [
+            Offence(
+                "params" + jax.tree_util.keystr(path),
+                f"its sharding is {getattr(leaf, 'sharding', None)}",
+                leaf.shape,
+                str(leaf.dtype),
+            )
+            for path, leaf in named
+            if not isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        ],
+        "Consider jax.device_put, or ShapeDtypeStructs that carry a sharding.",
+    )
     state = jax.eval_shape(tx.init, params)
     meshes = list(dict.fromkeys(leaf.sharding.mesh for _, leaf in named))
     rest = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     return optax.tree.map_params(
-        tx, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: rest)
+        tx, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: rest
+    )
 
 
 def _bias_corrected(grads: Any, mu: Any, beta: jax.typing.ArrayLike, count: jax.Array, nesterov: bool) -> Any:
@@ -216,7 +246,9 @@ def _onto(x: jax.Array, like: Any) -> jax.Array:
     return reshard_typed(x, jax.typeof(like).sharding.spec)
 
 
-def _scale_by_shape(dimension_numbers: DimensionNumbers, consistent_rms: jax.typing.ArrayLike | None) -> optax.GradientTransformation:
+def _scale_by_shape(
+    dimension_numbers: DimensionNumbers, consistent_rms: jax.typing.ArrayLike | None
+) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_shape`, by the global shape of each matrix."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

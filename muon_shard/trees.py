@@ -26,9 +26,16 @@ def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, of
     """
     found: list[Any] = []
     try:
-        jax.tree.map(lambda entry, sub: found.extend([entry] * len(jax.tree.leaves(sub))), prefix, tree, is_leaf=is_leaf)
+        jax.tree.map(
+            lambda entry, sub: found.extend([entry] * len(jax.tree.leaves(sub))),
+            prefix,
+            tree,
+            is_leaf=is_leaf,
+        )
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} does not match the tree of {of} (it must be the same tree or a prefix): {error}") from error
+        raise ValueError(
+            f"{name} does not match the tree of {of} (it must be the same tree or a prefix): {error}"
+        ) from error
     return found
 
 

@@ -70,7 +70,9 @@ CASES = {
     "fsdp_cols": Case({"fsdp": 8}, _mixed(P(None, "fsdp"))),
     "hsdp": Case({"replica": 2, "fsdp": 4}, _mixed(P("fsdp")) | {"bias": Leaf((32,), P(), None)}),
     "replicated": Case({"x": 8}, _mixed(P())),
-    "size_one_axes": Case({"a": 1, "fsdp": 4, "b": 1}, {"w": Leaf((32, 16), P("fsdp", "b")), "v": Leaf((16, 32), P("a"))}),
+    "size_one_axes": Case(
+        {"a": 1, "fsdp": 4, "b": 1}, {"w": Leaf((32, 16), P("fsdp", "b")), "v": Leaf((16, 32), P("a"))}
+    ),
     "two_dimensional": Case(
         {"replica": 2, "fsdp": 2, "tensor": 2},
         {

@@ -228,9 +228,7 @@ def test_place_evens_bytes_between_replicas(name):
     assert owned.mean() / owned.max() >= 0.99
 
 
-@pytest.mark.parametrize(
-    ("name", "dense", "experts"), [("moonlight-16b-a3b", 0.97, 0.99), ("kimi-k2", 0.99, 0.99)]
-)
+@pytest.mark.parametrize(("name", "dense", "experts"), [("moonlight-16b-a3b", 0.97, 0.99), ("kimi-k2", 0.99, 0.99)])
 def test_replicas_of_rows_are_even(name, dense, experts):
     # Whole rows of experts lie in one dense replica, where only the order of ties can help the dense bytes.
     jobs, domains = joint_cell(name, 4096)

@@ -149,9 +149,7 @@ def test_a_mesh_of_another_size_than_the_devices_is_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("count", "axes"), [(1, {"fsdp": 1}), (3, {"fsdp": 3}), (8, {"replica": 2, "fsdp": 4})]
-)
+@pytest.mark.parametrize(("count", "axes"), [(1, {"fsdp": 1}), (3, {"fsdp": 3}), (8, {"replica": 2, "fsdp": 4})])
 def test_the_default_mesh_uses_all_devices(count, axes):
     assert dict(devices.make_mesh(demo.DemoConfig(), jax.devices()[:count]).shape) == axes
 
@@ -160,9 +158,7 @@ def test_the_default_mesh_uses_all_devices(count, axes):
 
 
 def test_settings_that_cannot_work_are_refused_together():
-    with pytest.raises(
-        ValueError, match="steps must be at least 1, got 0; width 10 is not a multiple of heads 4"
-    ):
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0; width 10 is not a multiple of heads 4"):
         demo.DemoConfig(steps=0, model=config.ModelConfig(width=10))
 
 
@@ -174,8 +170,7 @@ def test_the_quick_form_takes_changes():
 def test_collectives_are_counted_in_a_compiled_module():
     mesh = mesh_of(fsdp=2)
     arrays = [
-        jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, spec))
-        for spec in (P("fsdp", None), P(None, "fsdp"))
+        jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, spec)) for spec in (P("fsdp", None), P(None, "fsdp"))
     ]
     add = jax.jit(lambda x, y: x.sum(), out_shardings=NamedSharding(mesh, P()))
     counts = measure.count_collectives(add.lower(*arrays).compile().as_text())

@@ -5,11 +5,11 @@ import re
 import jax
 import numpy as np
 import pytest
-from benchmarks.census import collectives
 from jax.sharding import PartitionSpec as P
 from layouts import CASES, Case, Leaf
 
 import muon_shard
+from benchmarks.census import collectives
 
 
 def compiled_update(tx, params):
@@ -55,7 +55,10 @@ def test_the_reference_set_needs_three_collectives():
     assert {kind: entry["count"] for kind, entry in found.items()} == {"all-to-all": 2, "all-gather": 1}
     assert not collectives_in_branches(text)
     total = sum(x.size for x in params.values()) * 4
-    minimum = {"all-to-all": 2 * total // 8, "all-gather": total // 4}  # result bytes of a perfectly even split
+    minimum = {
+        "all-to-all": 2 * total // 8,
+        "all-gather": total // 4,
+    }  # result bytes of a perfectly even split
     for kind, least in minimum.items():
         assert least <= found[kind]["bytes"] <= 1.02 * least
     plan = muon_shard.make_plan(params)
@@ -63,7 +66,12 @@ def test_the_reference_set_needs_three_collectives():
 
 
 def test_the_mixed_set_of_the_prototype_is_balanced():
-    shapes = [(512, 512)] * 20 + [(512, 2048)] * 5 + [(2048, 512)] * 5 + [(512, 1024), (1536, 512), (512, 256), (512, 256), (256, 512)]
+    shapes = (
+        [(512, 512)] * 20
+        + [(512, 2048)] * 5
+        + [(2048, 512)] * 5
+        + [(512, 1024), (1536, 512), (512, 256), (512, 256), (256, 512)]
+    )
     leaves = {f"w{i}": Leaf(shape, P("fsdp", None)) for i, shape in enumerate(shapes)}
     case = Case({"replica": 2, "fsdp": 4}, leaves)
     plan = muon_shard.make_plan(case.abstract(jax.sharding.AbstractMesh((2, 4), ("replica", "fsdp"))))
@@ -119,7 +127,10 @@ def test_one_program_compiles_to_no_conditional():
 def test_loops_are_rolled():
     """Memory of 5 and of 10 steps is the same: no step keeps its temporaries."""
     params = {f"w{i}": np.ones((64, 128), np.float32) for i in range(8)}
-    temp = [compiled_update(muon_shard.scale_by_muon(ns_steps=k), params).memory_analysis().temp_size_in_bytes for k in (5, 10)]
+    temp = [
+        compiled_update(muon_shard.scale_by_muon(ns_steps=k), params).memory_analysis().temp_size_in_bytes
+        for k in (5, 10)
+    ]
     assert temp[1] <= 1.05 * temp[0]
 
 
@@ -129,7 +140,9 @@ def test_inside_a_users_shard_map_raises_by_name():
     params = {"w": case.put(case.host(), mesh)["w0"]}
     tx = muon_shard.scale_by_muon()
     state = tx.init(params)
-    inside = jax.shard_map(lambda p: tx.update(p, state._replace(mu=p), p)[0], mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
+    inside = jax.shard_map(
+        lambda p: tx.update(p, state._replace(mu=p), p)[0], mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp")
+    )
     with pytest.raises(ValueError, match=r"inside a shard_map.*\n\* params\['w'\].*Manual"):
         jax.jit(inside)(params)
 

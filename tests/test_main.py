@@ -18,7 +18,10 @@ def test_parse_mesh():
         (["plan", "--model", "kimi-k2", "--mesh", "fsdp"], "'fsdp' is not an axis"),
         (["plan", "--model", "kimi-k2", "--mesh", "fsdp=0"], "'fsdp=0' is not an axis"),
         (["plan", "--model", "kimi-k2", "--mesh", "fsdp=2,fsdp=4"], "named twice"),
-        (["plan", "--model", "kimi-k2", "--mesh", "fsdp=8", "--ns-steps", "0"], "'0' is not a positive whole number"),
+        (
+            ["plan", "--model", "kimi-k2", "--mesh", "fsdp=8", "--ns-steps", "0"],
+            "'0' is not a positive whole number",
+        ),
         (["nonesuch"], "invalid choice"),
         ([], "required: COMMAND"),
     ],

@@ -82,7 +82,7 @@ def test_a_bad_matrix_touches_no_other(poison, preconditioning):
     f = jax.jit(lambda x: muon_shard.orthogonalize(x, preconditioning=preconditioning))
     good, got = np.asarray(f(x)), np.asarray(f(bad))
     np.testing.assert_array_equal(got[[0, 2]], good[[0, 2]])
-    assert (np.isnan(got[1]).all() if poison else not got[1].any())
+    assert np.isnan(got[1]).all() if poison else not got[1].any()
 
 
 def test_one_poisoned_entry_shows():

@@ -11,7 +11,11 @@ from muon_shard.cost import choose_page
 def travel(packing):
     """Sends page numbers through the tables of one domain; returns what each device gets back and what owners received."""
     tables, devices = packing.tables, np.prod([s for _, s in packing.mesh_axes], dtype=int)
-    row, replica, peer = packing.index(packing.batch), packing.index(packing.free), packing.index(packing.exchange)
+    row, replica, peer = (
+        packing.index(packing.batch),
+        packing.index(packing.free),
+        packing.index(packing.exchange),
+    )
     at = {(b, r, e): d for d, (b, r, e) in enumerate(zip(row, replica, peer, strict=True))}
     pools = np.arange(devices)[:, None] * 10**6 + np.arange(packing.pool_pages)
     sent = {d: pools[d][tables.send[row[d], replica[d]]] for d in range(devices)}
@@ -35,14 +39,23 @@ def test_every_page_comes_back_to_its_place(name):
         results, received = travel(packing)
         for pages in results.values():
             assert np.array_equal(pages % 10**6, np.arange(packing.pool_pages))
-        for device, blocks in received.items():  # an owner holds the same pages from every peer: whole matrices
+        for (
+            device,
+            blocks,
+        ) in received.items():  # an owner holds the same pages from every peer: whole matrices
             used = int(np.array(packing.slots[device]) @ np.array(packing.kind_pages))
             assert (blocks[:, :used] % 10**6 == blocks[0, :used] % 10**6).all()
 
 
 @pytest.mark.parametrize(
     ("blocks", "page"),
-    [({1024: 4, 512: 2}, 512), ({4096: 1}, 4096), ({1 << 20: 3}, 1 << 20), ({7: 2}, 7), ({100_003: 1, 4096: 10}, 2048)],
+    [
+        ({1024: 4, 512: 2}, 512),
+        ({4096: 1}, 4096),
+        ({1 << 20: 3}, 1 << 20),
+        ({7: 2}, 7),
+        ({100_003: 1, 4096: 10}, 2048),
+    ],
 )
 def test_choose_page(blocks, page):
     chosen = choose_page(blocks)

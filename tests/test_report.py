@@ -21,12 +21,24 @@ def test_the_table_says_what_runs_where_and_why():
     mesh = AbstractMesh((2, 4), ("replica", "fsdp"))
     leaf = jax.ShapeDtypeStruct((64, 128), "float32", sharding=NamedSharding(mesh, P("fsdp")))
     text = str(muon_shard.make_plan({"blocks": [{"wq": leaf} for _ in range(8)]}))
-    for part in ("8 matrices in 8 leaves on 8 device(s) (replica 2 × fsdp 4)", "balance 100.0%", "params['blocks'][*]['wq'] ×8",
-                 "G[M_fsdp, N]", "{replica}", "all_to_all", "8 × 1", "scattered over fsdp", "shared over replica",
-                 "all-to-all over fsdp (4)", "all-gather over replica (2)", "8 leaves to Muon, 0 to Adam"):
+    for part in (
+        "8 matrices in 8 leaves on 8 device(s) (replica 2 × fsdp 4)",
+        "balance 100.0%",
+        "blocks.*.wq ×8",
+        "G[M_fsdp, N]",
+        "{replica}",
+        "all_to_all",
+        "8 × 1",
+        "scattered over fsdp",
+        "shared over replica",
+        "all-to-all over fsdp (4)",
+        "all-gather over replica (2)",
+        "8 leaves to Muon, 0 to Adam",
+    ):
         assert part in text, part
 
 
 def test_common_name():
-    assert common_name(["a[0].w12", "a[1].w12"]) == "a[*].w12"
-    assert common_name(["a.b"]) == "a.b"
+    assert common_name(["params['a'][0].w12", "params['a'][1].w12"]) == "a.*.w12"
+    assert common_name(["params['layers.wq.0']", "params['layers.wq.1']"]) == "layers.wq.*"
+    assert common_name(["params"]) == "params"

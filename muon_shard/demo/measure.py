@@ -32,9 +32,7 @@ def init_state(tx: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any
     return jax.device_put(state, state_shardings(state, mesh))
 
 
-def compile_step(
-    tx: optax.GradientTransformation, params: Any, state: Any, grads: Any
-) -> jax.stages.Compiled:
+def compile_step(tx: optax.GradientTransformation, params: Any, state: Any, grads: Any) -> jax.stages.Compiled:
     """The optimizer alone: (params, state, grads) → (params, state), which are donated and stay put."""
 
     def step(params, state, grads):

@@ -18,9 +18,13 @@ class AllToAll(Transport):
     def why(self, exchange: tuple[str, ...]) -> str:
         return f"scattered over {'+'.join(exchange)}"
 
-    def collectives(self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int) -> tuple[Collective, ...]:
-        return (Collective("all-to-all", exchange, ways, bytes_in, "blocks to owners"),
-                Collective("all-to-all", exchange, ways, bytes_out, "results back"))
+    def collectives(
+        self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int
+    ) -> tuple[Collective, ...]:
+        return (
+            Collective("all-to-all", exchange, ways, bytes_in, "blocks to owners"),
+            Collective("all-to-all", exchange, ways, bytes_out, "results back"),
+        )
 
     def carry(self, buffer: jax.Array, exchange: tuple[str, ...]) -> jax.Array:
         return lax.all_to_all(buffer, exchange, split_axis=0, concat_axis=0, tiled=True)

@@ -21,7 +21,9 @@ class Transport(abc.ABC):
         """Why it serves this domain, in a few words for the plan's table."""
 
     @abc.abstractmethod
-    def collectives(self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int) -> tuple[Collective, ...]:
+    def collectives(
+        self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int
+    ) -> tuple[Collective, ...]:
         """What the compiled module will hold for buffers of these sizes in bytes (all peers together)."""
 
     @abc.abstractmethod

@@ -17,7 +17,9 @@ class Local(Transport):
     def why(self, exchange: tuple[str, ...]) -> str:
         return "whole where it lies"
 
-    def collectives(self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int) -> tuple[Collective, ...]:
+    def collectives(
+        self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int
+    ) -> tuple[Collective, ...]:
         return ()
 
     def carry(self, buffer: jax.Array, exchange: tuple[str, ...]) -> jax.Array:

@@ -9,12 +9,15 @@ from layouts import CASES, WEIGHT, Case, Leaf
 from optax.contrib import MuonDimensionNumbers as Dims
 
 import muon_shard
-from muon_shard.plan import plan_mesh
+from muon_shard.planner import plan_mesh
 
 
 def abstract(mesh, leaves, dtype="float32"):
     mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)) for name, (shape, spec) in leaves.items()}
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for name, (shape, spec) in leaves.items()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -37,7 +40,10 @@ def test_every_matrix_has_one_owner_in_its_row(name):
 def test_concrete_and_abstract_meshes_give_the_same_plan(name):
     case = CASES[name]
     mesh = case.make_mesh()
-    plans = [muon_shard.make_plan(case.abstract(m), muon_weight_dimension_numbers=case.dims) for m in (mesh, mesh.abstract_mesh)]
+    plans = [
+        muon_shard.make_plan(case.abstract(m), muon_weight_dimension_numbers=case.dims)
+        for m in (mesh, mesh.abstract_mesh)
+    ]
     plans.append(muon_shard.make_plan(case.put(case.host(), mesh), muon_weight_dimension_numbers=case.dims))
     assert plans[0] == plans[1] == plans[2]
     assert len(set(map(str, plans))) == 1 and len(set(map(hash, plans))) == 1
@@ -60,7 +66,10 @@ def test_thousands_of_devices():
 
 
 def test_experts_stay_in_their_row_and_move_nothing():
-    plan = muon_shard.make_plan(abstract({"expert": 8}, {"up": ((64, 256, 128), P("expert"))}), muon_weight_dimension_numbers=Dims(1, 2))
+    plan = muon_shard.make_plan(
+        abstract({"expert": 8}, {"up": ((64, 256, 128), P("expert"))}),
+        muon_weight_dimension_numbers=Dims(1, 2),
+    )
     assert not plan.collectives and plan.balance == 1 and plan.programs == 1
 
 
@@ -80,7 +89,9 @@ def test_max_programs_is_a_bound_and_its_price_shows():
 
 
 def test_dtypes_do_not_share_an_exchange():
-    leaves = abstract({"fsdp": 4}, {"a": ((16, 16), P("fsdp"))}) | {"b": abstract({"fsdp": 4}, {"b": ((16, 16), P("fsdp"))}, "bfloat16")["b"]}
+    leaves = abstract({"fsdp": 4}, {"a": ((16, 16), P("fsdp"))}) | {
+        "b": abstract({"fsdp": 4}, {"b": ((16, 16), P("fsdp"))}, "bfloat16")["b"]
+    }
     assert len(muon_shard.make_plan(leaves).parts[0].domains) == 2
 
 
@@ -111,13 +122,41 @@ def test_json_is_plain_and_complete():
 @pytest.mark.parametrize(
     ("params", "arguments", "message"),
     [
-        ({"w": np.ones(3, np.float32)}, {"muon_weight_dimension_numbers": {"w": Dims()}}, r"params\['w'\] of shape f32\[3\].*rank 1"),
-        ({"w": np.ones((3, 4, 5), np.float32)}, {"muon_weight_dimension_numbers": {"w": Dims((0, 1), 1)}}, r"\(0, 1\) and output axes \(1,\) overlap"),
-        ({"w": np.ones((3, 4), np.float32)}, {"muon_weight_dimension_numbers": {"w": Dims(0, 2)}}, r"axes \[2\] of a leaf of rank 2"),
-        ({"w": np.ones((3, 4), np.float32)}, {"muon_weight_dimension_numbers": {"w": Dims((), 1)}}, "no reduction or no output axis"),
-        ({"w": np.ones((3, 4), np.float32)}, {"muon_weight_dimension_numbers": {"v": Dims()}}, "muon_weight_dimension_numbers does not match the tree"),
-        ({"w": np.ones((3, 4), np.int32)}, {}, r"1 leaf cannot be optimized by Muon.\n\* params\['w'\] of shape i32\[3,4\].*int32"),
-        ({"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)}, {}, r"2 leaves and not one is a Muon leaf(.|\n)*params\['a'\](.|\n)*params\['b'\]"),
+        (
+            {"w": np.ones(3, np.float32)},
+            {"muon_weight_dimension_numbers": {"w": Dims()}},
+            r"params\['w'\] of shape f32\[3\].*rank 1",
+        ),
+        (
+            {"w": np.ones((3, 4, 5), np.float32)},
+            {"muon_weight_dimension_numbers": {"w": Dims((0, 1), 1)}},
+            r"\(0, 1\) and output axes \(1,\) overlap",
+        ),
+        (
+            {"w": np.ones((3, 4), np.float32)},
+            {"muon_weight_dimension_numbers": {"w": Dims(0, 2)}},
+            r"axes \[2\] of a leaf of rank 2",
+        ),
+        (
+            {"w": np.ones((3, 4), np.float32)},
+            {"muon_weight_dimension_numbers": {"w": Dims((), 1)}},
+            "no reduction or no output axis",
+        ),
+        (
+            {"w": np.ones((3, 4), np.float32)},
+            {"muon_weight_dimension_numbers": {"v": Dims()}},
+            "muon_weight_dimension_numbers does not match the tree",
+        ),
+        (
+            {"w": np.ones((3, 4), np.int32)},
+            {},
+            r"1 leaf cannot be optimized by Muon.\n\* params\['w'\] of shape i32\[3,4\].*int32",
+        ),
+        (
+            {"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)},
+            {},
+            r"2 leaves and not one is a Muon leaf(.|\n)*params\['a'\](.|\n)*params\['b'\]",
+        ),
     ],
 )
 def test_bad_leaves_are_listed(params, arguments, message):
@@ -133,13 +172,19 @@ MESH = AbstractMesh((2, 4), ("replica", "fsdp"))
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"w": P("nonesuch")}, r"params\['w'\].*unknown mesh axes \['nonesuch'\]; the mesh has \{'replica': 2, 'fsdp': 4\}"),
+        (
+            {"w": P("nonesuch")},
+            r"params\['w'\].*unknown mesh axes \['nonesuch'\]; the mesh has \{'replica': 2, 'fsdp': 4\}",
+        ),
         ({"w": P(None, "fsdp")}, r"dimension 1 of size 6 does not divide over \('fsdp',\) of size 4"),
         ({"w": P(None, None, "fsdp")}, "3 entries for a leaf of rank 2"),
         ({"v": P()}, "param_shardings does not match the tree"),
         ({"w": "fsdp"}, "holds a str"),
         ({"w": jax.ShapeDtypeStruct((4, 4), "float32")}, r"holds an array of shape \[4, 4\]"),
-        ({"w": NamedSharding(AbstractMesh((8,), ("x",)), P("x"))}, r"lives on mesh .* param_shardings= names mesh \{'x': 8\}"),
+        (
+            {"w": NamedSharding(AbstractMesh((8,), ("x",)), P("x"))},
+            r"lives on mesh .* param_shardings= names mesh \{'x': 8\}",
+        ),
     ],
 )
 def test_bad_shardings_are_listed(given, message):
@@ -156,6 +201,8 @@ def test_a_bare_spec_needs_a_mesh():
 def test_overlapping_meshes_raise():
     devices = jax.devices()
     meshes = [jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices[i : i + 4]) for i in (0, 2)]
-    params = {str(i): jax.device_put(np.ones((8, 8), np.float32), NamedSharding(m, P("x"))) for i, m in enumerate(meshes)}
+    params = {
+        str(i): jax.device_put(np.ones((8, 8), np.float32), NamedSharding(m, P("x"))) for i, m in enumerate(meshes)
+    }
     with pytest.raises(ValueError, match=r"overlapping meshes.\n\* params\['1'\].*shares some, not all, devices"):
         muon_shard.make_plan(params)
