@@ -64,6 +64,7 @@ def _compiled(
 
 
 def partition_spec(layout: Layout) -> PartitionSpec:
+    """The spec of a leaf, axes of size 1 left out."""
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in layout.spec))
 
 
@@ -166,7 +167,7 @@ def _take(pages: jax.Array, table: Any) -> jax.Array:
 
 
 def _of_device(table: Any, mesh_axes: MeshAxes, axes: tuple[str, ...]) -> Any:
-    """The part of a table, by its leading dimension, for this device's coordinate over `axes`; static when there is one."""
+    """The part of a table, by its leading dimension, for this device's coordinate over `axes`; static if single."""
     if not axes:
         return table[0]
     return jnp.asarray(table)[lax.axis_index(axes)]
@@ -189,7 +190,7 @@ def _program(
     operands: tuple[jax.Array, ...],
     buffers: list[jax.Array],
 ) -> list[jax.Array]:
-    """Reassembles the owned matrices, orthogonalizes equal canonical shapes in one batch, and takes them apart again."""
+    """Reassembles the owned matrices, orthogonalizes equal canonical shapes in one batch, takes them apart."""
     batches: dict[tuple[Any, ...], list[jax.Array]] = {}
     runs = []
     for domain, counts, buffer in zip(domains, slots, buffers, strict=True):
@@ -219,7 +220,7 @@ def _fill(pieces: list[jax.Array], domain: Domain) -> jax.Array:
 
 
 def _grid(kind: Kind, packing: Packing) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of received blocks, [exchange axes…, matrix, block dims…], and the transpose that puts each block in place."""
+    """Sizes of the exchange axes, and the order of [exchange axes…, matrix, block dims…] that places blocks."""
     sizes = dict(packing.mesh_axes)
     order = [len(packing.exchange)]
     for d, axes in enumerate(kind.axes):

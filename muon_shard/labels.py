@@ -121,10 +121,10 @@ def require_matrices(routes: Sequence[Route], where: str = "muon") -> None:
 def by_path(tree: Any) -> Any:
     """Dimension numbers by name and global shape, for `muon_weight_dimension_numbers=`.
 
-    Rules, first match wins: rank 0 and 1, and names of embeddings, heads, norms, biases, scales, routers and positional
-    tables go to Adam; depthwise convolutions (one input channel) too; rank 2 is a matrix; rank 3 is a stack of matrices
-    along its first axis (scanned layers, experts); rank 4 is a convolution `[h, w, in, out]` when its name says so, else
-    a stack along two axes; higher ranks are stacks along all but their last two axes.
+    Rules, first match wins: rank 0 and 1 go to Adam, and so do names of embeddings, heads, norms, biases, scales,
+    routers and positional tables, and depthwise convolutions (one input channel). Rank 2 is a matrix. A higher rank is
+    a convolution `[h, w, in, out]` when its name says so, else a stack of matrices along all but its last two axes
+    (scanned layers, experts).
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return jax.tree.unflatten(treedef, [_by_name(jax.tree_util.keystr(path), leaf.shape) for path, leaf in flat])

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 MeshAxes = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh, in mesh order."""
@@ -126,13 +127,13 @@ class Layout:
         return tuple(name for name, _ in self.mesh_axes if name in used)
 
 
-def spec_entries(spec: Sequence[object], rank: int) -> tuple[tuple[str, ...], ...]:
+def spec_entries(spec: Iterable[Any], rank: int) -> tuple[tuple[str, ...], ...]:
     """A `PartitionSpec` (or its plain-tuple form) as one tuple of axis names per dimension."""
     entries = tuple(spec) + (None,) * (rank - len(tuple(spec)))
-    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)  # type: ignore[arg-type]
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
 
-def why_illegal(shape: Sequence[int], spec: Sequence[object], mesh_axes: MeshAxes) -> str:
+def why_illegal(shape: Sequence[int], spec: Iterable[Any], mesh_axes: MeshAxes) -> str:
     """Why this spec cannot shard this shape on this mesh, in one sentence; '' if it can."""
     if len(tuple(spec)) > len(shape):
         return f"the spec has {len(tuple(spec))} entries for a leaf of rank {len(shape)}"
@@ -152,7 +153,7 @@ def why_illegal(shape: Sequence[int], spec: Sequence[object], mesh_axes: MeshAxe
 
 def make_layout(
     shape: Sequence[int],
-    spec: Sequence[object],
+    spec: Iterable[Any],
     rows: Sequence[int],
     cols: Sequence[int],
     mesh_axes: MeshAxes,

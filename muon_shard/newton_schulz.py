@@ -1,7 +1,7 @@
 """Newton–Schulz orthogonalization of batches of matrices: the direct quintic iteration.
 
-p(X) = a X + b (XXᵀ)X + c (XXᵀ)²X, applied after the matrix is scaled so that its largest singular value is at most about
-one (Jordan et al., Muon, 2024).
+p(X) = a X + b (XXᵀ)X + c (XXᵀ)²X, applied to a matrix that was scaled so that its largest singular value is at most
+about one (Jordan et al., Muon, 2024).
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Pages: which part of a local shard goes to which owner, and where each result comes back. Static tables, numpy only."""
+"""Pages: which part of a local shard goes to which owner, and where each result comes back. Numpy only."""
 
 import dataclasses
 import functools
@@ -12,10 +12,11 @@ from muon_shard.layout import Kind, MeshAxes
 class Packing:
     """Everything `execute` needs to move the matrices of one domain.
 
-    A device's pool is its local shards, leaf after leaf, matrix after matrix, each padded to whole pages. `kinds` lists the
-    kinds of matrices, `leaves` the (kind index, local matrices) of each leaf in pool order. `counts[device][kind]` is how many
-    matrices of a kind a device owns and `slots[device][kind]` how many its program computes (more than it owns where programs
-    were merged; the surplus slots hold filler that is never read). Devices are numbered row-major over `mesh_axes`.
+    A device's pool is its local shards, leaf after leaf, matrix after matrix, each padded to whole pages. `kinds` lists
+    the kinds of matrices, `leaves` the (kind index, local matrices) of each leaf in pool order. `counts[device][kind]`
+    is how many matrices of a kind a device owns, `slots[device][kind]` how many its program computes (more than it owns
+    where programs were merged; surplus slots hold filler that is never read). Devices are numbered row-major over
+    `mesh_axes`.
     """
 
     mesh_axes: MeshAxes
@@ -64,9 +65,11 @@ class Packing:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tables:
-    """`send` [batch, replica, peers, capacity]: pool page to put in each place (filler: page 0). `compact` [batch, replica,
-    returned]: place of each page owned in this replica, among the peers × capacity that came back. `back` [batch, pool pages]:
-    place of each pool page among the replicas × returned.
+    """Where pages go.
+
+    `send` [batch, replica, peers, capacity]: pool page to put in each place (filler: page 0).
+    `compact` [batch, replica, returned]: place of each page owned in this replica, among the peers × capacity that came
+    back. `back` [batch, pool pages]: place of each pool page among the replicas × returned.
     """
 
     send: np.ndarray

@@ -36,7 +36,7 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLeaf:
-    """One Muon leaf; `dtype` is what travels to the owner, `out_dtype` the update's; `source` is who told its sharding."""
+    """One Muon leaf: `dtype` travels to the owner, `out_dtype` is the update's, `source` told its sharding."""
 
     path: str
     layout: Layout
@@ -47,7 +47,7 @@ class PlannedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """Leaves that share one exchange: same exchange, batch and free axes, same dtypes. `leaves` index `MeshPlan.leaves`."""
+    """Leaves (of `MeshPlan.leaves`) that share one exchange: same exchange, batch and free axes, same dtypes."""
 
     leaves: tuple[int, ...]
     dtype: str
@@ -146,8 +146,8 @@ class MeshPlan:
 class Plan:
     """What will run where, and why. `print(plan)` shows it as a table.
 
-    `parts` holds one executable plan per mesh (pipeline stages on disjoint meshes are never mixed), `routes` the routing of
-    every leaf.
+    `parts` holds one executable plan per mesh (pipeline stages on disjoint meshes are never mixed), `routes` the
+    routing of every leaf.
     """
 
     parts: tuple[MeshPlan, ...]

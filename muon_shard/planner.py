@@ -80,7 +80,7 @@ def plan_meshes(
 
 @functools.lru_cache(maxsize=64)
 def plan_mesh(leaves: tuple[PlannedLeaf, ...], mesh_axes: MeshAxes, steps: int, options: PlanOptions) -> MeshPlan:
-    """Domains, owners, programs and pages of the leaves on one mesh. Deterministic; cached, since every trace asks again."""
+    """Domains, owners, programs and pages of the leaves on one mesh. Cached: every trace asks again."""
     groups = _group(leaves)
     jobs, workers, kinds = _jobs(leaves, groups, mesh_axes, steps)
     counts = programs.place(assign.balance(jobs, workers), jobs, workers)
@@ -109,9 +109,9 @@ def _group(leaves: Sequence[PlannedLeaf]) -> list[tuple[int, ...]]:
 def _jobs(
     leaves: Sequence[PlannedLeaf], groups: Sequence[tuple[int, ...]], mesh_axes: MeshAxes, steps: int
 ) -> tuple[list[assign.Job], list[assign.Workers], list[tuple[tuple[Kind, int], ...]]]:
-    """Classes of equal problems, the devices that may own them, and the (kind, matrices per row) that make up each class.
+    """Classes of equal problems, the devices that may own them, and the (kind, matrices per row) in each class.
 
-    Within a class wide kinds come first, then tall: owners are dealt contiguous runs, so few programs differ by orientation.
+    Within a class wide kinds come first, then tall: owners are dealt runs, so few programs differ by orientation.
     """
     jobs, workers, kinds = [], [], []
     for d, members in enumerate(groups):

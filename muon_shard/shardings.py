@@ -1,20 +1,21 @@
-"""Where the sharding of a leaf is known from; the first source that answers wins (design: param_shardings, types, values)."""
+"""Where the sharding of a leaf is known from: param_shardings, its type, its value, what init saw, or an assumption."""
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.layout import MeshAxes, spec_entries, why_illegal
 from muon_shard.trees import flatten_with_paths, spread
 
-AnyMesh = Mesh | AbstractMesh
-Shardings = Any | Callable[[Any], Any] | None
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+Shardings: TypeAlias = Any
 """`param_shardings=`: a pytree, a prefix of one, or a callable of params."""
 
 
@@ -62,8 +63,9 @@ class Memory:
         self._warned = True
         shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
         warnings.warn(
-            f"muon_shard: the shardings of {shown} are not visible under jit on Auto mesh axes; assuming each is sharded over "
-            "all axes along its first dividing matrix dimension. Results are right, bytes may be wasted. Pass param_shardings= "
+            f"muon_shard: the shardings of {shown} are not visible under jit on Auto mesh axes; assuming each is "
+            "sharded over all axes along its first dividing matrix dimension. Results are right, bytes may be wasted. "
+            "Pass param_shardings= "
             "(the parameters themselves will do), call init outside jit, or use Explicit axes.",
             stacklevel=4,
         )
@@ -71,7 +73,7 @@ class Memory:
 
 def concrete_sharding(leaf: Any) -> NamedSharding | None:
     """The `NamedSharding` of an array or `ShapeDtypeStruct`; None for tracers, numpy arrays and single devices."""
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         return None
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
@@ -87,6 +89,7 @@ def mesh_of(leaf: Any) -> AnyMesh | None:
 
 
 def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
+    """Auto, Explicit or Manual, by axis name."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
@@ -165,7 +168,7 @@ def _from_given(leaf: Any, entry: Any) -> Placement | str:
         mesh: AnyMesh | None = entry.mesh if on is None else on
         return _checked(leaf, mesh, entry.spec)
     if not isinstance(entry, PartitionSpec):
-        return f"param_shardings= holds a {type(entry).__name__}; give NamedSharding, PartitionSpec, array or ShapeDtypeStruct"
+        return f"param_shardings= holds a {type(entry).__name__}, not a sharding, PartitionSpec, array or struct"
     context = jax.sharding.get_abstract_mesh()
     mesh = mesh_of(leaf) or (context if context.axis_names else None)
     if mesh is None:
@@ -227,7 +230,7 @@ def _axes(leaf: Any, kind: AxisType) -> list[str]:
 
 
 def _require_coherent_meshes(named: Sequence[tuple[str, Any]], placements: Sequence[Placement], where: str) -> None:
-    """Concrete meshes must be the same devices or wholly disjoint ones: a shared device cannot run two programs at once."""
+    """Concrete meshes must hold the same devices or disjoint ones: no device can run two programs at once."""
     meshes: dict[frozenset[int], Mesh] = {}
     offences = []
     for (path, leaf), placement in zip(named, placements, strict=True):

@@ -42,8 +42,8 @@ def scale_by_muon(
     * `adaptive` scales each matrix by its own dual norm; optax sums over batch axes too.
     * More coefficient rows than `ns_steps` are cut from the end, fewer raise; optax has this check inverted.
     * Zero gives zero, and magnitudes from 1e-30 to 1e30 give the same update: `eps` counts relative to norms below 1.
-    * The dtypes of the state are those of `init`, whatever the gradients'. Updates have the dtype and the sharding of the
-      parameters (of the gradients when `update` is not given the parameters).
+    * The dtypes of the state are those of `init`, whatever the gradients'. Updates have the dtype and the sharding of
+      the parameters (of the gradients when `update` is not given the parameters).
 
     Args:
         ns_coeffs: a triple, rows of triples, or a preset: 'standard', 'dion'.
@@ -54,8 +54,8 @@ def scale_by_muon(
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to scale by the dual norm (arXiv 2409.20325).
         preconditioning: 'frobenius', 'spectral', 'aol' (arXiv 2512.04632) or 'schatten' (arXiv 2506.10935).
-        weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers`, a tree or prefix of them, or a callable of the tree;
-            None: every leaf is a matrix of rank 2.
+        weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers`, a tree or prefix of them, or a callable of the
+            tree; None: every leaf is a matrix of rank 2.
         param_shardings: a pytree, prefix or callable of params of `NamedSharding`, `PartitionSpec`, arrays or
             `ShapeDtypeStruct`s. Needed only where shardings cannot be seen: Auto mesh axes, with `init` under jit.
         plan_options: what steers the plan.
@@ -83,7 +83,7 @@ def scale_by_muon(
         rows = coefficients(ns_coeffs, ns_steps)
         return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype), rows)
 
-    def update(updates: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         routes = matrices(updates)
         like = updates if params is None else params
         grads = jax.tree.map(_onto, updates, state.mu)
@@ -111,7 +111,7 @@ def muon(
     ns_steps: int = 5,
     beta: jax.typing.ArrayLike = 0.95,
     eps: jax.typing.ArrayLike = 1e-8,
-    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
@@ -121,7 +121,7 @@ def muon(
     adam_b1: jax.typing.ArrayLike = 0.9,
     adam_b2: jax.typing.ArrayLike = 0.999,
     adam_eps_root: jax.typing.ArrayLike = 0.0,
-    adam_weight_decay: jax.typing.ArrayLike = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: DimensionNumbers = None,
     consistent_rms: jax.typing.ArrayLike | None = None,
@@ -229,7 +229,7 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     )
 
 
-def _bias_corrected(grads: Any, mu: Any, beta: jax.typing.ArrayLike, count: jax.Array, nesterov: bool) -> Any:
+def _bias_corrected(grads: Any, mu: Any, beta: jax.typing.ArrayLike, count: Any, nesterov: bool) -> Any:
     """The momentum that is orthogonalized, as in optax."""
     if not nesterov:
         return optax.tree.bias_correction(mu, beta, count)

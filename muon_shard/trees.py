@@ -40,4 +40,5 @@ def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, of
 
 
 def is_dimension_numbers(x: Any) -> bool:
+    """Where a tree of dimension numbers ends; None is an entry of its own."""
     return x is None or isinstance(x, MuonDimensionNumbers)

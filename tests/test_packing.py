@@ -9,7 +9,7 @@ from muon_shard.cost import choose_page
 
 
 def travel(packing):
-    """Sends page numbers through the tables of one domain; returns what each device gets back and what owners received."""
+    """Sends page numbers through the tables of one domain; what each device gets back, what owners received."""
     tables, devices = packing.tables, np.prod([s for _, s in packing.mesh_axes], dtype=int)
     row, replica, peer = (
         packing.index(packing.batch),

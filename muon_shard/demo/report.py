@@ -43,7 +43,9 @@ def show(result: DemoResult, console: Console) -> None:
     console.print(table(result))
     console.print(
         f"Largest weight difference between the two Muons: {result.first_step_difference:.1e} after one "
-        f"step, {result.final_difference:.1e} after {len(result.optimizers[0].losses)}"
+        f"step, {result.final_difference:.1e} after {len(result.optimizers[0].losses)}.\n"
+        "Training magnifies rounding, above all where it flips a top-k choice of experts: changing the last bit of "
+        "the first weights does as much."
     )
     files = f"Loss curves: {result.plot}\nRecord: {result.record}"
     console.print(f"{files}\nDone in {result.seconds:.0f} s", soft_wrap=True)
@@ -55,7 +57,7 @@ def table(result: DemoResult) -> Table:
     rows: list[tuple[str, Callable[[OptimizerResult], str]]] = [
         ("first loss, nats/byte", lambda x: f"{x.losses[0]:.3f}"),
         ("final loss, nats/byte", lambda x: f"{x.final_loss:.3f}"),
-        ("held-out loss, nats/byte", lambda x: f"{x.held_out_loss:.3f}"),
+        ("held-out, nats/byte", lambda x: f"{x.held_out_loss:.3f}"),
         ("optimizer step, ms", lambda x: f"{x.step_milliseconds:.1f}"),
         ("time / optax Muon's", lambda x: f"{x.step_milliseconds / reference:.2f}"),
         *((name, lambda x, name=name: str(x.collectives[name])) for name in COLLECTIVES),
