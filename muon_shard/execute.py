@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_shard.layout import Kind, Layout, MeshAxes
+from muon_shard.layout import Kind, Layout, MeshAxes, spec_entries
 from muon_shard.packing import Packing
 from muon_shard.plan import Domain, MeshPlan
 from muon_shard.shardings import AnyMesh, axis_types
@@ -82,10 +82,9 @@ def reshard_typed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     mesh = sharding.mesh
     if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return x
-    wanted = NamedSharding(mesh, spec)
-    if sharding.is_equivalent_to(wanted, x.ndim):
+    if spec_entries(sharding.spec, x.ndim) == spec_entries(spec, x.ndim):
         return x
-    return jax.reshard(x, wanted)
+    return jax.reshard(x, NamedSharding(mesh, spec))
 
 
 def _replicated(x: jax.Array, mesh: AnyMesh) -> jax.Array:

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonState
 
 from muon_shard.errors import Offence, raise_for_leaves
@@ -16,7 +17,7 @@ from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
 from muon_shard.newton_schulz import NewtonSchulz, coefficients
 from muon_shard.plan import PlanOptions
 from muon_shard.planner import plan_meshes
-from muon_shard.shardings import Memory, Shardings, mesh_of, place_leaves
+from muon_shard.shardings import Memory, Shardings, concrete_sharding, mesh_of, place_leaves
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -81,15 +82,16 @@ def scale_by_muon(
         matrices(params)
         memory.remember(params)
         rows = coefficients(ns_coeffs, ns_steps)
-        return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype), rows)
+        state = MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype), rows)
+        return _on_mesh(state, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         routes = matrices(updates)
         like = updates if params is None else params
         grads = jax.tree.map(_onto, updates, state.mu)
-        mu = optax.tree.update_moment(grads, state.mu, beta, 1)
         count = optax.safe_increment(state.count)
-        mu_hat = _bias_corrected(grads, mu, beta, count, nesterov)
+        mu = jax.tree.map(lambda g, m: _momentum(g, m, beta), grads, state.mu)
+        mu_hat = jax.tree.map(lambda g, m: _bias_corrected(g, m, beta, count, nesterov), grads, mu)
         placements = place_leaves(mu_hat, param_shardings, memory, "muon")
         leaves, treedef = jax.tree.flatten(mu_hat)
         targets = treedef.flatten_up_to(like)
@@ -157,7 +159,7 @@ def muon(
         require_matrices(routes)
         return jax.tree.unflatten(jax.tree.structure(params), [r.label for r in routes])
 
-    return optax.partition(
+    both = optax.partition(
         {
             "muon": optax.chain(
                 scale_by_muon(
@@ -190,6 +192,7 @@ def muon(
         },
         labels,
     )
+    return optax.GradientTransformationExtraArgs(lambda params: _on_mesh(both.init(params), params), both.update)
 
 
 def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -224,18 +227,47 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     state = jax.eval_shape(tx.init, params)
     meshes = list(dict.fromkeys(leaf.sharding.mesh for _, leaf in named))
     rest = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     return optax.tree.map_params(
-        tx, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: rest
+        tx,
+        lambda moment, param: moment if masked(moment) else param.sharding,
+        state,
+        params,
+        transform_non_params=lambda _: rest,
+        is_leaf=masked,
     )
 
 
-def _bias_corrected(grads: Any, mu: Any, beta: jax.typing.ArrayLike, count: Any, nesterov: bool) -> Any:
-    """The momentum that is orthogonalized, as in optax."""
+def _momentum(g: jax.Array, mu: jax.Array, beta: Any) -> jax.Array:
+    return (1 - beta) * g + beta * mu
+
+
+def _bias_corrected(g: jax.Array, mu: jax.Array, beta: Any, count: Any, nesterov: bool) -> jax.Array:
+    """The momentum that is orthogonalized, as in optax. Leaf by leaf: leaves may live on different meshes."""
+
+    def corrected(x: jax.Array, steps: Any) -> jax.Array:
+        return x / (1 - beta**steps).astype(x.dtype)
+
     if not nesterov:
-        return optax.tree.bias_correction(mu, beta, count)
-    ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
-    now = optax.tree.bias_correction(grads, beta, count)
-    return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        return corrected(mu, count)
+    return _momentum(corrected(g, count), corrected(mu, optax.safe_increment(count)), beta)
+
+
+def _on_mesh(state: Any, params: Any) -> Any:
+    """Lays what `init` makes on one device (counts, coefficients) on the mesh of the parameters, replicated.
+
+    A jitted step returns them on the mesh: born anywhere else, they would make its second call compile again.
+    """
+    shardings = [concrete_sharding(leaf) for leaf in jax.tree.leaves(params)]
+    meshes = {sharding.mesh for sharding in shardings if sharding is not None and isinstance(sharding.mesh, Mesh)}
+    if len(meshes) != 1:
+        return state
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+
+    def lay(x: Any) -> Any:
+        return x if isinstance(x, Tracer) or concrete_sharding(x) is not None else jax.device_put(x, everywhere)
+
+    return jax.tree.map(lay, state)
 
 
 def _onto(x: jax.Array, like: Any) -> jax.Array:

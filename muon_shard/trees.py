@@ -25,6 +25,8 @@ def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, of
     where `tree` holds nothing (`optax.MaskedNode`, None). Raises ValueError when the two do not match.
     """
     found: list[Any] = []
+    if not jax.tree.leaves(tree):  # also what optax.tree.map_params calls init with: a placeholder without leaves
+        return found
     try:
         jax.tree.map(
             lambda entry, sub: found.extend([entry] * len(jax.tree.leaves(sub))),
