@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from muon_shard.layout import Kind, Layout, MeshAxes, spec_entries
 from muon_shard.packing import Packing
 from muon_shard.plan import Domain, MeshPlan
-from muon_shard.shardings import AnyMesh, axis_types
+from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec
 
 Orthogonalizer = Callable[..., jax.Array]
 """(x [batch, m, n], *operands) → [batch, m, n], with m ≤ n."""
@@ -57,23 +57,16 @@ def _compiled(
     body = functools.partial(_body, plan, orthogonalizer)
     if mesh is None:
         return jax.jit(body)
-    specs = tuple(partition_spec(leaf.layout) for leaf in plan.leaves)
+    specs = tuple(partition_spec(leaf.layout.spec) for leaf in plan.leaves)
     run = jax.shard_map(body, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=specs, check_vma=False)
     # On mixed axes a dimension over a tuple of axes would come back without its Auto part.
     return jax.jit(run, out_shardings=tuple(NamedSharding(mesh, spec) for spec in specs))
 
 
-def partition_spec(layout: Layout) -> PartitionSpec:
-    """The spec of a leaf, axes of size 1 left out."""
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in layout.spec))
-
-
 def _match_type(x: jax.Array, layout: Layout, mesh: AnyMesh) -> jax.Array:
     """Explicit axes want the argument's type to equal in_specs; Auto axes need nothing."""
-    explicit = {name for name, kind in axis_types(mesh).items() if kind == AxisType.Explicit}
-    entries = tuple(tuple(a for a in axes if a in explicit) for axes in layout.spec)
-    spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
-    return reshard_typed(x, spec)
+    explicit = [name for name, kind in axis_types(mesh).items() if kind == AxisType.Explicit]
+    return reshard_typed(x, partition_spec(only_axes(layout.spec, explicit)))
 
 
 def reshard_typed(x: jax.Array, spec: PartitionSpec) -> jax.Array:

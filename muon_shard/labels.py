@@ -10,6 +10,7 @@ Three ways to say it, all through `muon_weight_dimension_numbers`, as in optax:
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,6 +117,20 @@ def require_matrices(routes: Sequence[Route], where: str = "muon") -> None:
             [Offence(r.path, r.rule, r.shape, _short(r.dtype)) for r in routes],
             "Consider passing muon_weight_dimension_numbers=muon_shard.labels.by_path, or optax.adamw.",
         )
+
+
+def warn_of_doubts(routes: Sequence[Route]) -> None:
+    """One warning that names the leaves which the rank-2 rule probably sends the wrong way."""
+    doubtful = [r for r in routes if r.doubt]
+    if not doubtful:
+        return
+    shown = "; ".join(f"{r.path} to {r.label.capitalize()} ({r.doubt})" for r in doubtful[:3])
+    more = f"; and {len(doubtful) - 3} more" if len(doubtful) > 3 else ""
+    warnings.warn(
+        f"muon_shard: the rank-2 rule of optax sends {shown}{more}. If that is not meant, pass "
+        "muon_weight_dimension_numbers=muon_shard.labels.by_path or a tree of your own.",
+        stacklevel=4,
+    )
 
 
 def by_path(tree: Any) -> Any:

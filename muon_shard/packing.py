@@ -58,6 +58,16 @@ class Packing:
         """Row-major coordinate of every device over these axes, [devices]."""
         return device_index(self.mesh_axes, axes)
 
+    def owned(self, position: int) -> np.ndarray:
+        """Matrices of the leaf at this position of `leaves` that each device owns, [devices]."""
+        kind, count = self.leaves[position]
+        first = sum(c for k, c in self.leaves[:position] if k == kind)
+        counts, row = np.array(self.counts, np.int64)[:, kind], self.index(self.batch)
+        ends = np.zeros_like(counts)
+        for b in range(self.ways(self.batch)):
+            ends[row == b] = np.cumsum(counts[row == b])
+        return np.clip(np.minimum(ends, first + count) - np.maximum(ends - counts, first), 0, None)
+
     @functools.cached_property
     def tables(self) -> "Tables":
         return _tables(self)

@@ -61,8 +61,7 @@ class Domain:
     @property
     def why(self) -> str:
         """Why matrices of this domain travel as they do."""
-        shared = f"; shared over {'+'.join(self.packing.free)}" if self.packing.free else ""
-        return self.transport.why(self.packing.exchange) + shared
+        return self.transport.why(self.packing.exchange)
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -135,7 +134,7 @@ class MeshPlan:
             gathered = p.ways(p.free) * p.returned * p.page if p.free else 0
             going += (pool + 2 * sent) * item
             working += sent * (item + out)
-            coming += (2 * sent + gathered + pool) * out
+            coming += (2 * sent + gathered) * out  # unpacking ends in the updates, which are no temporaries
             for kind, most in zip(p.kinds, np.array(p.slots).max(0), strict=True):
                 m, n = kind.canonical
                 stack = max(stack, int(most) * (2 * m * n + 3 * m * m) * item)

@@ -63,7 +63,7 @@ def groups(part: MeshPlan) -> list[Group]:
 def _group(part: MeshPlan, domain: Domain, members: list[int]) -> Group:
     leaf, packing = part.leaves[members[0]], domain.packing
     kind = packing.kinds.index(leaf.layout.kind)
-    owned = np.array([counts[kind] for counts in packing.counts])
+    owned = sum((packing.owned(domain.leaves.index(i)) for i in members), np.zeros(part.devices, np.int64))
     pages = len(members) * leaf.layout.count * packing.kind_pages[kind]
     received = sum(c.received for c in domain.collectives)
     matrices = len(members) * leaf.layout.matrices
@@ -136,7 +136,7 @@ def _summary(part: MeshPlan) -> Iterable[str]:
     ideal = total / part.devices
     yield (
         f"NS FLOPs   {_count(total)} in all, {_count(most)} on the busiest device: balance {ideal / most:.1%}, "
-        f"{part.bound / most:.1%} of what whole matrices allow"
+        f"{part.bound / most:.1%} of the best possible"
     )
     yield (
         f"programs   {len(part.programs)} compiled for {part.devices:,} device(s); temporaries about "
@@ -156,7 +156,7 @@ def _table(rows: Sequence[Group]) -> Table:
         count = f" ×{len(g.paths)}" if len(g.paths) > 1 else ""
         assumed = " (layout assumed)" if g.source == "assumed" else ""
         table.add_row(
-            f"{g.name}{count} {list(g.shape)}",
+            g.name + count,
             g.layout + assumed,
             g.transport,
             f"{g.owners} × {each}",

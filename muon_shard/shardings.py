@@ -33,7 +33,12 @@ class Placement:
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in self.spec))
+        return partition_spec(self.spec)
+
+
+def partition_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """A `PartitionSpec` from one tuple of axis names per dimension, the inverse of `spec_entries`."""
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
 
 class Memory:
@@ -197,7 +202,7 @@ def _from_leaf(path: str, leaf: Any, memory: Memory) -> Placement:
     if seen is not None:
         entries = spec_entries(seen.spec, rank)
         visible = [a for a in mesh.axis_names if a not in hidden and mesh.shape[a] > 1]
-        if _only(typed, visible) == _only(entries, visible):
+        if only_axes(typed, visible) == only_axes(entries, visible):
             return Placement(mesh, entries, "init")
     return Placement(mesh, assumed_spec(leaf.shape, typed, hidden, mesh), ASSUMED)
 
@@ -220,7 +225,8 @@ def assumed_spec(
     return typed
 
 
-def _only(entries: tuple[tuple[str, ...], ...], axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def only_axes(entries: tuple[tuple[str, ...], ...], axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The part of a spec over these axes."""
     return tuple(tuple(a for a in of_dim if a in axes) for of_dim in entries)
 
 

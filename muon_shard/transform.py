@@ -13,7 +13,7 @@ from optax.contrib import MuonState
 
 from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.execute import execute, reshard_typed
-from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
+from muon_shard.labels import DimensionNumbers, Route, require_matrices, route, warn_of_doubts
 from muon_shard.newton_schulz import NewtonSchulz, coefficients
 from muon_shard.plan import PlanOptions
 from muon_shard.planner import plan_meshes
@@ -96,7 +96,7 @@ def scale_by_muon(
         leaves, treedef = jax.tree.flatten(mu_hat)
         targets = treedef.flatten_up_to(like)
         dtypes, out_dtypes = [str(x.dtype) for x in leaves], [str(x.dtype) for x in targets]
-        outs = [jnp.zeros_like(x, dtype=d) for x, d in zip(leaves, out_dtypes, strict=True)]
+        outs = [jnp.zeros_like(x) if x.size == 0 else x for x in targets]  # empty leaves are in no plan
         for mesh, indices, plan in plan_meshes(routes, placements, dtypes, out_dtypes, ns_steps, plan_options):
             done = execute(plan, mesh, [leaves[i] for i in indices], orthogonalizer, (state.ns_coeffs, eps))
             for i, y in zip(indices, done, strict=True):
@@ -192,7 +192,12 @@ def muon(
         },
         labels,
     )
-    return optax.GradientTransformationExtraArgs(lambda params: _on_mesh(both.init(params), params), both.update)
+
+    def init(params: Any) -> Any:
+        warn_of_doubts(route(params, muon_weight_dimension_numbers))
+        return _on_mesh(both.init(params), params)
+
+    return optax.GradientTransformationExtraArgs(init, both.update)
 
 
 def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:

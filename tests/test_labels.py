@@ -56,6 +56,14 @@ def test_the_rank_two_rule_flags_what_it_probably_gets_wrong():
     assert "2 leaves to Muon, 1 to Adam" in text and "(?)" in text
 
 
+def test_doubts_are_warned_of_at_init(recwarn):
+    muon_shard.muon(0.1).init({"w": np.ones((4, 4), np.float32), "bias": np.ones(4, np.float32)})
+    muon_shard.muon(0.1, muon_weight_dimension_numbers=by_path).init({"embed": leaf(10, 4), "w": leaf(4, 4)})
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"\['embed'\] to Muon \(an embedding.*\['stack'\] to Adam.*labels.by_path"):
+        muon_shard.muon(0.1).init({"embed": leaf(10, 4), "stack": leaf(2, 4, 4)})
+
+
 def test_routing_sees_global_shapes_only():
     from layouts import CASES
 

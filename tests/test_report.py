@@ -30,7 +30,7 @@ def test_the_table_says_what_runs_where_and_why():
         "all_to_all",
         "8 × 1",
         "scattered over fsdp",
-        "shared over replica",
+        "updates to replicas",
         "all-to-all over fsdp (4)",
         "all-gather over replica (2)",
         "8 leaves to Muon, 0 to Adam",
