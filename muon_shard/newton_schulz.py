@@ -116,8 +116,12 @@ def orthogonalize(
 
 
 def step(x: jax.Array, gram: jax.Array, coeffs: jax.Array) -> jax.Array:
-    """One quintic step on x [batch, m, n] with its Gram matrix [batch, m, m]."""
-    return coeffs[0] * x + (coeffs[1] * gram + coeffs[2] * gram @ gram) @ x
+    """One quintic step on x [batch, m, n] with its Gram matrix [batch, m, m].
+
+    As (aI + bA + cA²)X: a pass over m×m instead of one over m×n for aX.
+    """
+    eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    return (coeffs[0] * eye + coeffs[1] * gram + coeffs[2] * (gram @ gram)) @ x
 
 
 def normalize(x: jax.Array, eps: jax.Array, preconditioning: str) -> jax.Array:
