@@ -1,65 +1,27 @@
-"""Owners and programs: every function against its definition, then the bars on public models."""
+"""Owners: every function against its definition, then the bars on public models."""
 
 import heapq
 import itertools
-import math
-from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from problems import (
+    check_complete,
+    dense_cell,
+    flops,
+    joint_cell,
+    many_rows,
+    one_row,
+    owned_bytes,
+    problems,
+    shares,
+    with_experts,
+)
 
-from muon_shard import assign, models, programs
+from muon_shard import assign, models
 from muon_shard.assign import Job, Workers
-
-ADAM = {"embed", "wte", "lm_head", "router", "value_embeds"}
-SIZES = [2**k for k in range(3, 13)]
-
-
-def one_row(devices, replicas=1):
-    return Workers(np.arange(devices)[None], np.arange(devices) * replicas // devices, True)
-
-
-def many_rows(devices, rows, replicas=1):
-    """Rows of neighbours; the replicas cut each row."""
-    workers = devices // rows
-    replica = np.tile(np.arange(workers) * replicas // workers, rows)
-    return Workers(np.arange(devices).reshape(rows, workers), replica, replicas > 1)
-
-
-def flops(jobs):
-    return np.array([job.flops for job in jobs])
-
-
-def owned_bytes(counts, jobs, domain):
-    return counts @ np.array([job.size if job.domain == domain else 0 for job in jobs])
-
-
-def check_complete(counts, jobs, domains):
-    """Every row owns exactly its matrices."""
-    assert (counts >= 0).all()
-    for j, job in enumerate(jobs):
-        assert (counts[domains[job.domain].rows, j].sum(1) == job.count).all()
-
-
-@st.composite
-def problems(draw):
-    """Jobs of a domain with one row, one with several, or both, on a few devices."""
-    rows, workers = draw(st.sampled_from([(1, 4), (2, 3), (4, 2), (4, 4), (8, 1)]))
-    replicas = draw(st.sampled_from([r for r in (1, 2, 4) if workers % r == 0]))
-    devices = rows * workers
-    domains = [one_row(devices, draw(st.sampled_from([r for r in (1, 2) if devices % r == 0])))]
-    domains += draw(st.sampled_from([[], [many_rows(devices, rows, replicas)]]))
-    job = st.builds(
-        Job,
-        domain=st.integers(0, len(domains) - 1),
-        flops=st.integers(1, 50),
-        size=st.integers(1, 20),
-        count=st.integers(0, 15),
-    )
-    return draw(st.lists(job, min_size=1, max_size=5)), domains
-
 
 # waterfill
 
@@ -193,183 +155,7 @@ def test_swaps_repair_lpt():
     assert (assign.balance(jobs, [one_row(3)]) @ flops(jobs)).max() == 9
 
 
-# place
-
-
-@settings(max_examples=60, deadline=None)
-@given(problems())
-def test_place_permutes_within_cells_and_never_pads_more(problem):
-    jobs, domains = problem
-    counts = assign.balance(jobs, domains)
-    placed = programs.place(counts, jobs, domains)
-    check_complete(placed, jobs, domains)
-    for row in domains[-1].rows:  # rows of the finest domain are the cells
-        assert sorted(placed[row].tolist()) == sorted(counts[row].tolist())
-    assert padded(placed, jobs, domains) <= padded(counts, jobs, domains)
-
-
-def replica_bytes(counts, jobs, domains, d):
-    """Bytes of each replica of each row, [rows, replicas]."""
-    rows, replica = domains[d].rows, domains[d].replica
-    owned = owned_bytes(counts, jobs, d)
-    return np.array([np.bincount(replica[row], owned[row], replica.max() + 1) for row in rows])
-
-
-def padded(counts, jobs, domains):
-    return sum(replica_bytes(counts, jobs, domains, d).max() for d in range(len(domains)))
-
-
-@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2", "openpangu-ultra-moe-718b", "qwen3-235b-a22b"])
-def test_place_evens_bytes_between_replicas(name):
-    jobs, _ = dense_cell(name, 512)
-    domains = [one_row(512, replicas=8)]
-    counts = programs.place(assign.balance(jobs, domains), jobs, domains)
-    owned = replica_bytes(counts, jobs, domains, 0)
-    assert owned.mean() / owned.max() >= 0.99
-
-
-@pytest.mark.parametrize(("name", "dense", "experts"), [("moonlight-16b-a3b", 0.97, 0.99), ("kimi-k2", 0.99, 0.99)])
-def test_replicas_of_rows_are_even(name, dense, experts):
-    # Whole rows of experts lie in one dense replica, where only the order of ties can help the dense bytes.
-    jobs, domains = joint_cell(name, 4096)
-    rows = domains[1].rows
-    domains = [one_row(4096, replicas=2), Workers(rows, many_rows(4096, len(rows), 2).replica, False)]
-    counts = programs.place(assign.balance(jobs, domains), jobs, domains)
-    for d, least in enumerate((dense, experts)):
-        owned = replica_bytes(counts, jobs, domains, d)
-        assert owned.mean() / owned.max() >= least
-
-
-def test_place_serves_two_replicated_domains():
-    jobs = [Job(0, 4, 1, 8), Job(1, 3, 1, 3)]
-    domains = [Workers(np.arange(16)[None], np.arange(16) % 2, True), many_rows(16, 4, replicas=2)]
-    # All dense matrices in one replica; in each row two of the three expert matrices in the first one.
-    counts = np.array([[1, 1], [0, 1], [1, 1], [0, 0]] * 4)
-    placed = programs.place(counts, jobs, domains)
-    check_complete(placed, jobs, domains)
-    assert replica_bytes(placed, jobs, domains, 0).max() == 4
-    assert replica_bytes(placed, jobs, domains, 1).max() == 2
-
-
-# deal
-
-
-@settings(max_examples=60, deadline=None)
-@given(problems(), st.randoms(use_true_random=False))
-def test_deal_splits_every_class(problem, random):
-    jobs, domains = problem
-    counts = assign.balance(jobs, domains)
-    kinds = []
-    for job in jobs:
-        cuts = sorted(random.choices(range(job.count + 1), k=random.randrange(3)))
-        kinds.append(tuple(b - a for a, b in zip([0, *cuts], [*cuts, job.count], strict=True)))
-    dealt = programs.deal(counts, kinds, domains, jobs)
-    first = 0
-    for j, sizes in enumerate(kinds):
-        mine = dealt[:, first : first + len(sizes)]
-        np.testing.assert_array_equal(mine.sum(1), counts[:, j])
-        rows = domains[jobs[j].domain].rows
-        assert (mine[rows].sum(1) == sizes).all()
-        first += len(sizes)
-    assert (dealt >= 0).all() and dealt.shape[1] == first
-
-
-def test_deal_keeps_equal_programs_equal():
-    jobs, domains = dense_cell("deepseek-v3", 64)
-    counts = np.random.default_rng(0).permutation(assign.balance(jobs, domains))
-    cuts = [job.count * (j + 1) // 8 for j, job in enumerate(jobs)]
-    kinds = [(cut, job.count - cut) for cut, job in zip(cuts, jobs, strict=True)]
-    dealt = programs.deal(counts, kinds, domains, jobs)
-    # The one boundary of each class falls within one run of equal devices: two more programs at most.
-    assert len(np.unique(dealt, axis=0)) <= len(np.unique(counts, axis=0)) + 2 * len(jobs)
-
-
-# merge
-
-
-@given(
-    st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=1, max_size=12),
-    st.integers(1, 6),
-)
-def test_merge_gives_slots_for_all_in_few_programs(owned, most):
-    counts = np.array(owned, np.int64)
-    slots = programs.merge(counts, [5, 3, 2], most)
-    assert (slots >= counts).all()
-    assert len(np.unique(slots, axis=0)) <= most
-    if len(np.unique(counts, axis=0)) <= most:
-        np.testing.assert_array_equal(slots, counts)
-    # Slots of a program are the maximum of its users: none is there for nobody.
-    for program in np.unique(slots, axis=0):
-        np.testing.assert_array_equal(counts[(slots == program).all(1)].max(0), program)
-
-
-def test_merge_takes_the_cheapest_pair():
-    counts = np.array([[9, 0], [8, 0], [0, 4], [0, 4], [0, 3]])
-    slots = programs.merge(counts, [1, 1], 3)
-    # Both pairs leave the maximum at 9 and add one unit; the first in order is taken. Then the other.
-    assert (slots @ [1, 1]).max() == 9
-    assert (slots - counts).sum() == 1
-    np.testing.assert_array_equal(programs.merge(counts, [1, 1], 2), [[9, 0], [9, 0], [0, 4], [0, 4], [0, 4]])
-
-
-def test_merge_takes_hundreds_of_programs():
-    counts = np.random.default_rng(0).integers(0, 5, (500, 30))
-    slots = programs.merge(counts, range(1, 31), 8)
-    assert (slots >= counts).all() and len(np.unique(slots, axis=0)) <= 8
-
-
 # Public models
-
-
-def newton_schulz_flops(m, n):
-    return 5 * (4 * m * m * n + 2 * m**3)
-
-
-def inventory(name):
-    """Dense and expert matrices per canonical shape, and the number of experts."""
-    dense, experts, width = Counter(), Counter(), 1
-    for path, shape in models.load(name).params.items():
-        parts = set(path.split("."))
-        if "experts" in parts:
-            experts[tuple(sorted(shape[1:]))] += 1
-            width = shape[0]
-        elif not parts & ADAM:
-            dense[tuple(sorted(shape[-2:]))] += math.prod(shape[:-2])
-    return dense, experts, width
-
-
-def dense_cell(name, devices):
-    dense, _, _ = inventory(name)
-    jobs = [Job(0, newton_schulz_flops(*shape), 2 * math.prod(shape), k) for shape, k in dense.items()]
-    return jobs, [one_row(devices)]
-
-
-def joint_cell(name, devices):
-    """Dense matrices on all devices, experts on rows as many as devices and experts allow.
-
-    The experts' bytes do not count: the bars are of FLOPs, and capping them trades FLOPs for bytes.
-    """
-    jobs, domains = dense_cell(name, devices)
-    _, experts, width = inventory(name)
-    rows = math.gcd(devices, width)
-    for shape, k in experts.items():
-        jobs.append(Job(1, newton_schulz_flops(*shape), 2 * math.prod(shape), k * width // rows))
-    return jobs, [*domains, many_rows(devices, rows)]
-
-
-def with_experts():
-    return [name for name in models.names() if inventory(name)[1]]
-
-
-def shares(cell, names):
-    """Share of the lower bound reached, for all names and sizes."""
-    out = []
-    for name, devices in itertools.product(names, SIZES):
-        jobs, domains = cell(name, devices)
-        counts = assign.balance(jobs, domains)
-        check_complete(counts, jobs, domains)
-        out.append(assign.lower_bound(jobs, domains) / (counts @ flops(jobs)).max())
-    return np.array(out)
 
 
 def test_dense_cells_reach_the_bound():
@@ -382,13 +168,3 @@ def test_joint_cells_reach_the_bound():
     reached = shares(joint_cell, with_experts())
     assert len(reached) == 100
     assert (reached >= 0.95).sum() >= 98 and reached.min() >= 0.91 and reached.mean() >= 0.995
-
-
-@pytest.mark.parametrize("cell", [dense_cell, joint_cell])
-def test_eight_programs_are_free_on_models(cell):
-    names = models.names() if cell is dense_cell else with_experts()
-    for name, devices in itertools.product(names, SIZES):
-        jobs, domains = cell(name, devices)
-        counts = assign.balance(jobs, domains)
-        slots = programs.merge(counts, flops(jobs), 8)
-        assert (slots @ flops(jobs)).max() == (counts @ flops(jobs)).max()
