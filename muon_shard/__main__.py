@@ -7,6 +7,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from muon_shard.models import names
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `muon-shard`. Returns 0, or 2 after one line about wrong arguments."""
@@ -27,7 +29,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if not name.isidentifier() or not size.isdigit() or int(size) < 1:
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
             raise argparse.ArgumentTypeError(f"{part!r} is not an axis; write name=size, such as replica=2,fsdp=4")
         if name in axes:
             raise argparse.ArgumentTypeError(f"axis {name!r} is named twice")
@@ -60,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Plans the Muon step of a public model and prints who does what, and why.",
         epilog="example: muon-shard plan --model deepseek-v3 --mesh replica=8,fsdp=64",
     )
-    plan.add_argument("--model", required=True, help="name of the model; a wrong one lists all")
+    plan.add_argument("--model", required=True, help=f"one of {', '.join(names())}")
     plan.add_argument(
         "--mesh",
         type=parse_mesh,
@@ -83,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 

@@ -9,6 +9,7 @@ Three ways to say it, all through `muon_weight_dimension_numbers`, as in optax:
 """
 
 import dataclasses
+import operator
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -64,6 +65,12 @@ def route(tree: Any, dimension_numbers: DimensionNumbers = None, where: str = "m
         ValueError: naming every leaf that is declared Muon and cannot be a matrix.
     """
     named, _ = flatten_with_paths(tree)
+    raise_for_leaves(
+        where,
+        "not an array",
+        [Offence(path, f"a {type(leaf).__name__}") for path, leaf in named if not hasattr(leaf, "dtype")],
+        "Consider jnp.asarray, or a tree of arrays only.",
+    )
     if dimension_numbers is None:
         return [_two_dimensional_rule(path, leaf) for path, leaf in named]
     rule = "dimension numbers given"
@@ -185,16 +192,22 @@ def _record(path: str, leaf: Any, label: str, rule: str, **more: Any) -> Route:
 
 
 def _axes(rank: int, axes: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(a % rank for a in ((axes,) if isinstance(axes, int) else axes))
+    return tuple(a % rank for a in _as_tuple(axes))
+
+
+def _as_tuple(axes: int | Sequence[int]) -> tuple[int, ...]:
+    """Axes as Python ints; numpy's are welcome."""
+    try:
+        return (operator.index(axes),)  # type: ignore[arg-type]
+    except TypeError:
+        return tuple(operator.index(a) for a in axes)  # type: ignore[union-attr]
 
 
 def _why_not_a_matrix(leaf: Any, numbers: MuonDimensionNumbers) -> str:
     rank = len(leaf.shape)
     if rank < 2:
         return f"rank {rank}, a matrix needs rank 2 or more"
-    given = [
-        (axes,) if isinstance(axes, int) else tuple(axes) for axes in (numbers.reduction_axis, numbers.output_axis)
-    ]
+    given = [_as_tuple(axes) for axes in (numbers.reduction_axis, numbers.output_axis)]
     if not all(given):
         return f"{numbers} names no reduction or no output axis"
     outside = [a for a in given[0] + given[1] if not -rank <= a < rank]

@@ -62,7 +62,7 @@ def load(name: str) -> Model:
     """The inventory called `name`."""
     entries = _inventories()
     if name not in entries:
-        raise ValueError(f"load: no model is called {name!r}. Known are: {', '.join(entries)}.")
+        raise ValueError(f"no model is called {name!r}. Known are: {', '.join(entries)}.")
     entry = dict(entries[name])
     params = _params(entry.pop("matrices"))
     return Model(name=name, params=params, sources=tuple(entry.pop("sources")), **entry)

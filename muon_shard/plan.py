@@ -61,7 +61,7 @@ class Domain:
     @property
     def why(self) -> str:
         """Why matrices of this domain travel as they do."""
-        return self.transport.why(self.packing.exchange)
+        return self.transport.why(self.packing.exchange, self.packing.batch)
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:

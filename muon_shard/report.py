@@ -123,7 +123,11 @@ def to_text(plan: Plan) -> str:
             console.print(Text(line))
         console.print(_table(groups(part)))
     if plan.routes:
+        muon = sum(r.label == "muon" for r in plan.routes)
+        console.print(Text(f"Routing: {_plural(muon, 'leaf', 'leaves')} to Muon, {len(plan.routes) - muon} to Adam"))
         console.print(_routing(plan.routes))
+    if not plan.parts:
+        console.print(Text("Muon plan: nothing to orthogonalize"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines())
 
@@ -132,14 +136,15 @@ def _summary(part: MeshPlan) -> Iterable[str]:
     total, most = int(part.useful_flops.sum()), int(part.flops.max())
     mesh = " × ".join(f"{name} {size}" for name, size in part.mesh_axes) or "one device"
     matrices = sum(leaf.layout.matrices for leaf in part.leaves)
-    yield f"Muon plan: {matrices:,} matrices in {len(part.leaves)} leaves on {part.devices:,} device(s) ({mesh})"
+    what = f"{matrices:,} {'matrix' if matrices == 1 else 'matrices'} in {_plural(len(part.leaves), 'leaf', 'leaves')}"
+    yield f"Muon plan: {what} on {_plural(part.devices, 'device')} ({mesh})"
     ideal = total / part.devices
     yield (
         f"NS FLOPs   {_count(total)} in all, {_count(most)} on the busiest device: balance {ideal / most:.1%}, "
         f"{part.bound / most:.1%} of the best possible"
     )
     yield (
-        f"programs   {len(part.programs)} compiled for {part.devices:,} device(s); temporaries about "
+        f"programs   {len(part.programs)} compiled for {_plural(part.devices, 'device')}; temporaries about "
         f"{_bytes(part.peak_bytes)} per device"
     )
     collectives = [c for domain in part.domains for c in domain.collectives]
@@ -167,10 +172,7 @@ def _table(rows: Sequence[Group]) -> Table:
 
 
 def _routing(routes: Sequence[Route]) -> Table:
-    muon = sum(r.label == "muon" for r in routes)
     table = _plain_table("leaf", "shape", "to", "rule")
-    table.title = f"Routing: {muon} leaves to Muon, {len(routes) - muon} to Adam"
-    table.title_justify = "left"
     for rs in route_groups(routes):
         count = f" ×{len(rs)}" if len(rs) > 1 else ""
         doubt = f" (?) {rs[0].doubt}" if rs[0].doubt else ""
@@ -181,13 +183,14 @@ def _routing(routes: Sequence[Route]) -> Table:
 
 
 def _plain_table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_style="")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(
             name,
             justify="right" if name == "bytes" else "left",
             overflow="fold",
             no_wrap=name in ("bytes", "owners"),
+            max_width=17 if name == "layout" else None,  # wraps at its spaces; names of leaves have none
         )
     return table
 
@@ -209,6 +212,10 @@ def common_name(paths: Sequence[str]) -> str:
     short = [re.sub(r"\[['\"]?", ".", re.sub(r"['\"]?\]", "", path.removeprefix("params"))) for path in paths]
     split = [re.split(r"(\d+)", path.lstrip(".") or "params") for path in short]
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
+
+
+def _plural(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def _count(value: float) -> str:

@@ -182,6 +182,8 @@ def _from_given(leaf: Any, entry: Any) -> Placement | str:
 
 
 def _checked(leaf: Any, mesh: AnyMesh | None, spec: PartitionSpec) -> Placement | str:
+    if PartitionSpec.UNCONSTRAINED in tuple(spec):
+        return "UNCONSTRAINED does not say how the leaf is sharded"
     reason = why_illegal(leaf.shape, spec, () if mesh is None else tuple(mesh.shape.items()))
     return reason or Placement(mesh, spec_entries(spec, len(leaf.shape)), "param_shardings")
 

@@ -1,6 +1,7 @@
 """The optax face: `scale_by_muon` and `muon`, with optax's arguments, defaults, state and labels."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -43,8 +44,8 @@ def scale_by_muon(
     * `adaptive` scales each matrix by its own dual norm; optax sums over batch axes too.
     * More coefficient rows than `ns_steps` are cut from the end, fewer raise; optax has this check inverted.
     * Zero gives zero, and magnitudes from 1e-30 to 1e30 give the same update: `eps` counts relative to norms below 1.
-    * The dtypes of the state are those of `init`, whatever the gradients'. Updates have the dtype and the sharding of
-      the parameters (of the gradients when `update` is not given the parameters).
+    * The dtypes of the state are those of `init`, whatever the gradients'. Updates have the dtype and, where it can be
+      seen, the sharding of the parameters (of the gradients when `update` is not given the parameters).
 
     Args:
         ns_coeffs: a triple, rows of triples, or a preset: 'standard', 'dion'.
@@ -64,6 +65,7 @@ def scale_by_muon(
     Raises:
         ValueError: at init or update, listing every leaf that cannot be served and why.
     """
+    ns_steps = _static(ns_steps)
     orthogonalizer = NewtonSchulz(ns_steps, preconditioning, adaptive)
     memory = Memory()
 
@@ -92,7 +94,9 @@ def scale_by_muon(
         count = optax.safe_increment(state.count)
         mu = jax.tree.map(lambda g, m: _momentum(g, m, beta), grads, state.mu)
         mu_hat = jax.tree.map(lambda g, m: _bias_corrected(g, m, beta, count, nesterov), grads, mu)
-        placements = place_leaves(mu_hat, param_shardings, memory, "muon")
+        # The momentum knows best where it lies; one that lies on no mesh yet is where its gradient is.
+        where = jax.tree.map(lambda m, x: x if mesh_of(m) is None else m, state.mu, mu_hat)
+        placements = place_leaves(where, param_shardings, memory, "muon")
         leaves, treedef = jax.tree.flatten(mu_hat)
         targets = treedef.flatten_up_to(like)
         dtypes, out_dtypes = [str(x.dtype) for x in leaves], [str(x.dtype) for x in targets]
@@ -152,6 +156,7 @@ def muon(
     Raises:
         ValueError: listing every leaf that cannot be served and why; also when there are leaves and none is Muon's.
     """
+    ns_steps = _static(ns_steps)
     coefficients(ns_coeffs, ns_steps)
 
     def labels(params: Any) -> Any:
@@ -229,7 +234,9 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         ],
         "Consider jax.device_put, or ShapeDtypeStructs that carry a sharding.",
     )
-    state = jax.eval_shape(tx.init, params)
+    # Closed over, not traced: so ours also remembers the shardings, and a jitted init needs no other hint.
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    state = jax.eval_shape(lambda: tx.init(structs))
     meshes = list(dict.fromkeys(leaf.sharding.mesh for _, leaf in named))
     rest = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
@@ -241,6 +248,14 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         transform_non_params=lambda _: rest,
         is_leaf=masked,
     )
+
+
+def _static(ns_steps: Any) -> Any:
+    """Numpy integers and concrete arrays as Python ints; anything else is left for `NewtonSchulz` to refuse."""
+    try:
+        return ns_steps if isinstance(ns_steps, Tracer) else operator.index(ns_steps)
+    except TypeError:
+        return ns_steps
 
 
 def _momentum(g: jax.Array, mu: jax.Array, beta: Any) -> jax.Array:
@@ -276,10 +291,13 @@ def _on_mesh(state: Any, params: Any) -> Any:
 
 
 def _onto(x: jax.Array, like: Any) -> jax.Array:
-    """`x` with the typed (Explicit) sharding of `like`, where both live on the same mesh."""
+    """`x` with the sharding of `like`, where both live on one mesh and it can be seen: typed, or concrete."""
     mesh, target = mesh_of(x), mesh_of(like)
     if mesh is None or target is None or mesh.axis_names != target.axis_names:
         return x
+    here, there = concrete_sharding(x), concrete_sharding(like)
+    if here is not None and there is not None and not here.is_equivalent_to(there, x.ndim):
+        return jax.device_put(x, there)
     return reshard_typed(x, jax.typeof(like).sharding.spec)
 
 

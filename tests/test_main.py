@@ -18,6 +18,8 @@ def test_parse_mesh():
         (["plan", "--model", "kimi-k2", "--mesh", "fsdp"], "'fsdp' is not an axis"),
         (["plan", "--model", "kimi-k2", "--mesh", "fsdp=0"], "'fsdp=0' is not an axis"),
         (["plan", "--model", "kimi-k2", "--mesh", "fsdp=2,fsdp=4"], "named twice"),
+        (["plan", "--model", "kimi-k2", "--mesh", "fsdp=²"], "'fsdp=²' is not an axis"),
+        (["demo", "--mesh", "fsdp=99999"], "mesh of 99999 devices"),
         (
             ["plan", "--model", "kimi-k2", "--mesh", "fsdp=8", "--ns-steps", "0"],
             "'0' is not a positive whole number",

@@ -179,6 +179,7 @@ MESH = AbstractMesh((2, 4), ("replica", "fsdp"))
         ({"w": P(None, "fsdp")}, r"dimension 1 of size 6 does not divide over \('fsdp',\) of size 4"),
         ({"w": P(None, None, "fsdp")}, "3 entries for a leaf of rank 2"),
         ({"v": P()}, "param_shardings does not match the tree"),
+        ({"w": P(P.UNCONSTRAINED)}, r"params\['w'\].*UNCONSTRAINED does not say"),
         ({"w": "fsdp"}, "holds a str"),
         ({"w": jax.ShapeDtypeStruct((4, 4), "float32")}, r"holds an array of shape \[4, 4\]"),
         (
@@ -196,6 +197,16 @@ def test_bad_shardings_are_listed(given, message):
 def test_a_bare_spec_needs_a_mesh():
     with pytest.raises(ValueError, match="needs a mesh"):
         muon_shard.make_plan({"w": np.ones((8, 8), np.float32)}, param_shardings=P("fsdp"))
+
+
+def test_leaves_that_are_no_arrays_are_listed():
+    with pytest.raises(ValueError, match=r"1 leaf not an array.\n\* params\['s'\]: a float"):
+        muon_shard.make_plan({"w": np.ones((4, 6), np.float32), "s": 1.0})
+
+
+def test_nothing_to_plan():
+    plan = muon_shard.make_plan({})
+    assert str(plan) == "Muon plan: nothing to orthogonalize" and plan.balance == 1 and not plan.collectives
 
 
 def test_overlapping_meshes_raise():

@@ -22,7 +22,7 @@ def test_the_table_says_what_runs_where_and_why():
     leaf = jax.ShapeDtypeStruct((64, 128), "float32", sharding=NamedSharding(mesh, P("fsdp")))
     text = str(muon_shard.make_plan({"blocks": [{"wq": leaf} for _ in range(8)]}))
     for part in (
-        "8 matrices in 8 leaves on 8 device(s) (replica 2 × fsdp 4)",
+        "8 matrices in 8 leaves on 8 devices (replica 2 × fsdp 4)",
         "balance 100.0%",
         "blocks.*.wq ×8",
         "G[M_fsdp, N]",
@@ -42,3 +42,8 @@ def test_common_name():
     assert common_name(["params['a'][0].w12", "params['a'][1].w12"]) == "a.*.w12"
     assert common_name(["params['layers.wq.0']", "params['layers.wq.1']"]) == "layers.wq.*"
     assert common_name(["params"]) == "params"
+
+
+def test_one_of_each_is_singular():
+    text = str(muon_shard.make_plan({"w": jax.ShapeDtypeStruct((4, 8), "float32")}))
+    assert "1 matrix in 1 leaf on 1 device (one device)" in text and "Routing: 1 leaf to Muon, 0 to Adam" in text

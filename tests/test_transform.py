@@ -310,6 +310,38 @@ def test_gradients_sharded_over_more_axes_than_parameters():
         assert jax.typeof(mu[0]) == jax.typeof(mu[1])
 
 
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+def test_eager_updates_have_the_parameters_sharding_whatever_the_gradients(axis_type):
+    case = Case({"replica": 2, "fsdp": 4}, {"w": Leaf((8, 16), P("fsdp")), "v": Leaf((16, 8), P("replica", "fsdp"))})
+    other = Case(case.mesh, {"w": Leaf((8, 16), P(None, "fsdp")), "v": Leaf((16, 8))})
+    mesh = case.make_mesh(axis_type)
+    params, grads = case.put(case.host(), mesh), other.put(case.host(1), mesh)
+    tx, reference = muon_shard.muon(0.1), optax.contrib.muon(0.1)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert_sharded_like(updates, params)
+    want, _ = reference.update(case.host(1), reference.init(case.host()), case.host())
+    assert largest_difference(updates, want) <= TOLERANCE
+
+
+def test_inject_hyperparams_with_static_steps():
+    params = {"w": np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)}
+    outs = []
+    for make in (muon_shard.muon, optax.contrib.muon):
+        tx = optax.inject_hyperparams(make, static_args=("ns_steps",))(learning_rate=0.1)
+        updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+        outs.append(updates)
+    assert largest_difference(*outs) <= TOLERANCE
+    with pytest.raises(ValueError, match=r"static_args=\('ns_steps',\)"):
+        jax.eval_shape(optax.inject_hyperparams(muon_shard.muon)(learning_rate=0.1).init, params)
+
+
+def test_numpy_integers_are_integers():
+    params = {"w": np.ones((4, 6), np.float32)}
+    dims = {"w": Dims(np.int64(0), (np.int32(-1),))}
+    tx = muon_shard.muon(0.1, ns_steps=np.int64(5), muon_weight_dimension_numbers=dims)  # type: ignore[arg-type]
+    tx.update(params, tx.init(params), params)
+
+
 def test_disjoint_meshes_are_planned_apart():
     stages = [
         jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[i : i + 4]) for i in (0, 4)
@@ -328,13 +360,15 @@ def test_disjoint_meshes_are_planned_apart():
     assert len(muon_shard.make_plan(params).parts) == 2
 
 
-def test_momentum_after_a_jitted_init_is_cured_by_opt_state_shardings():
+def test_momentum_after_a_jitted_init_is_cured_by_opt_state_shardings(recwarn):
     case = CASES["hsdp"]
     mesh = case.make_mesh()
     params = case.put(case.host(), mesh)
     tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims)
     shardings = muon_shard.opt_state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=shardings)(params)
+    jax.jit(tx.update)(params, state, params)
+    assert not [w for w in recwarn if "assuming" in str(w.message)]
     mu = state.inner_states["muon"].inner_state[0].mu
     assert all(mu[name].sharding.is_equivalent_to(params[name].sharding, 2) for name in params if name != "bias")
 

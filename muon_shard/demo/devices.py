@@ -12,6 +12,7 @@ import muon_shard
 from muon_shard.demo.config import DemoConfig
 
 EMULATED_DEVICES = 8
+MOST_EMULATED = 256
 
 
 def start_devices(config: DemoConfig) -> list[Any]:
@@ -22,10 +23,12 @@ def start_devices(config: DemoConfig) -> list[Any]:
     """
     # Emulated devices share few cores: asynchronous dispatch can leave a collective waiting forever.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    count = config.devices or (math.prod(dict(config.mesh).values()) if config.mesh else EMULATED_DEVICES)
+    if count > MOST_EMULATED:
+        raise ValueError(f"mesh of {count} devices: more than {MOST_EMULATED} are not emulated on one machine.")
     if config.devices is not None:
         muon_shard.emulate_devices(config.devices)
     elif not _cpu_devices_chosen():
-        count = math.prod(dict(config.mesh).values()) if config.mesh else EMULATED_DEVICES
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:

@@ -15,7 +15,7 @@ class AllToAll(Transport):
     def refuses(self, exchange: tuple[str, ...]) -> str:
         return "" if exchange else "no matrix axis is sharded"
 
-    def why(self, exchange: tuple[str, ...]) -> str:
+    def why(self, exchange: tuple[str, ...], batch: tuple[str, ...]) -> str:
         return f"scattered over {'+'.join(exchange)}"
 
     def collectives(

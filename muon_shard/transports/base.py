@@ -17,8 +17,8 @@ class Transport(abc.ABC):
         """Why this transport cannot serve a domain with these exchange axes; '' if it can."""
 
     @abc.abstractmethod
-    def why(self, exchange: tuple[str, ...]) -> str:
-        """Why it serves this domain, in a few words for the plan's table."""
+    def why(self, exchange: tuple[str, ...], batch: tuple[str, ...]) -> str:
+        """Why it serves a domain with these exchange and batch axes, in a few words for the plan's table."""
 
     @abc.abstractmethod
     def collectives(

@@ -14,8 +14,8 @@ class Local(Transport):
     def refuses(self, exchange: tuple[str, ...]) -> str:
         return f"matrices are scattered over {exchange}" if exchange else ""
 
-    def why(self, exchange: tuple[str, ...]) -> str:
-        return "whole where it lies"
+    def why(self, exchange: tuple[str, ...], batch: tuple[str, ...]) -> str:
+        return f"apart over {'+'.join(batch)}" if batch else "whole on each device"
 
     def collectives(
         self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int
