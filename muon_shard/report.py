@@ -156,18 +156,16 @@ def _summary(part: MeshPlan) -> Iterable[str]:
 
 def _table(rows: Sequence[Group]) -> Table:
     table = _plain_table("leaf", "layout", "transport", "owners", "bytes", "why")
+    cells = []
     for g in rows:
         each = str(g.most) if g.least == g.most else f"{g.least}–{g.most}"
-        count = f" ×{len(g.paths)}" if len(g.paths) > 1 else ""
-        assumed = " (layout assumed)" if g.source == "assumed" else ""
-        table.add_row(
-            g.name + count,
-            g.layout + assumed,
-            g.transport,
-            f"{g.owners} × {each}",
-            _bytes(g.bytes),
-            g.why,
-        )
+        name = g.name + (f" ×{len(g.paths)}" if len(g.paths) > 1 else "")
+        layout = g.layout + (" (layout assumed)" if g.source == "assumed" else "")
+        cells.append((name, layout, g.transport, f"{g.owners} × {each}", _bytes(g.bytes), g.why))
+        table.add_row(*cells[-1])
+    # Where space is short the layout wraps first, at its blanks; names of leaves have none.
+    widest = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table.columns[1].max_width = max(17, WIDTH - sum(widest) + widest[1] - len(widest))
     return table
 
 
@@ -190,7 +188,6 @@ def _plain_table(*columns: str) -> Table:
             justify="right" if name == "bytes" else "left",
             overflow="fold",
             no_wrap=name in ("bytes", "owners"),
-            max_width=17 if name == "layout" else None,  # wraps at its spaces; names of leaves have none
         )
     return table
 
