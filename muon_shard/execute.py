@@ -102,9 +102,9 @@ def _body(
     updates: dict[int, jax.Array] = {}
     for domain, out in zip(plan.domains, outs, strict=True):
         back = domain.transport.carry(out, domain.packing.exchange)
-        pool = _share(back.reshape(-1, domain.packing.page), domain.packing)
+        pages, table = _share(back.reshape(-1, domain.packing.page), domain.packing)
         layouts = [plan.leaves[i].layout for i in domain.leaves]
-        updates |= dict(zip(domain.leaves, _unpack(pool, layouts, domain.packing), strict=True))
+        updates |= dict(zip(domain.leaves, _unpack(pages, table, layouts, domain.packing), strict=True))
     return tuple(updates[i] for i in range(len(shards)))
 
 
@@ -117,29 +117,29 @@ def _pack(shards: Sequence[jax.Array], layouts: Sequence[Layout], packing: Packi
     return jnp.concatenate(flat)
 
 
-def _unpack(pool: jax.Array, layouts: Sequence[Layout], packing: Packing) -> list[jax.Array]:
-    """Inverse of `_pack`."""
+def _unpack(pages: jax.Array, table: Any, layouts: Sequence[Layout], packing: Packing) -> list[jax.Array]:
+    """Local shards from the pages that `table` lists in pool order; leaf by leaf, so that every byte is copied once."""
     shards, at = [], 0
     for layout, (kind, count) in zip(layouts, packing.leaves, strict=True):
-        pages = count * packing.kind_pages[kind]
-        rows = pool[at : at + pages].reshape(count, -1)[:, : layout.kind.elements]
-        at += pages
+        end = at + count * packing.kind_pages[kind]
+        rows = _take(pages, table[at:end]).reshape(count, -1)[:, : layout.kind.elements]
+        at = end
         x = rows.reshape([layout.local_shape[d] for d in layout.order])
         shards.append(x.transpose(np.argsort(layout.order)))
     return shards
 
 
-def _share(pages: jax.Array, packing: Packing) -> jax.Array:
-    """Results of the matrices owned in this replica → all results, in pool order.
+def _share(pages: jax.Array, packing: Packing) -> tuple[jax.Array, Any]:
+    """Results of the matrices owned in this replica → all results, and the table that puts them in pool order.
 
     Compacted before the gather: the exchange buffer is padded to the busiest peer, the gather need not be.
     """
     tables = packing.tables
     if not packing.free:
-        return _take(pages, _of_device(_chain(tables.compact, tables.back), packing.mesh_axes, packing.batch))
+        return pages, _of_device(_chain(tables.compact, tables.back), packing.mesh_axes, packing.batch)
     mine = _of_device(_of_device(tables.compact, packing.mesh_axes, packing.batch), packing.mesh_axes, packing.free)
     gathered = lax.all_gather(_take(pages, mine), packing.free, axis=0, tiled=True)
-    return _take(gathered, _of_device(tables.back, packing.mesh_axes, packing.batch))
+    return gathered, _of_device(tables.back, packing.mesh_axes, packing.batch)
 
 
 def _chain(compact: np.ndarray, back: np.ndarray) -> np.ndarray:
@@ -148,13 +148,11 @@ def _chain(compact: np.ndarray, back: np.ndarray) -> np.ndarray:
 
 
 def _take(pages: jax.Array, table: Any) -> jax.Array:
-    """Rows of `pages` by a table whose entries all exist; no copy for a static table that moves nothing."""
-    if (
-        isinstance(table, np.ndarray)
-        and table.size == pages.shape[0]
-        and (table.reshape(-1) == np.arange(table.size)).all()
-    ):
-        return pages
+    """Rows of `pages` by a table whose entries all exist; a slice where the table is static and lists neighbours."""
+    if isinstance(table, np.ndarray):
+        table = table.reshape(-1)
+        if (table == table[0] + np.arange(table.size)).all():
+            return pages[table[0] : table[0] + table.size]
     return jnp.take(pages, table.reshape(-1), axis=0, mode="clip")
 
 
