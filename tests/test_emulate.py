@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import muon_shard
@@ -8,6 +9,7 @@ import muon_shard
 
 def test_calling_again_is_harmless():
     muon_shard.emulate_devices(8)
+    assert jax.device_count() == 8
 
 
 def test_too_late_says_what_to_do():

@@ -339,7 +339,9 @@ def test_numpy_integers_are_integers():
     params = {"w": np.ones((4, 6), np.float32)}
     dims = {"w": Dims(np.int64(0), (np.int32(-1),))}
     tx = muon_shard.muon(0.1, ns_steps=np.int64(5), muon_weight_dimension_numbers=dims)  # type: ignore[arg-type]
-    tx.update(params, tx.init(params), params)
+    updates, _ = tx.update(params, tx.init(params), params)
+    plain = muon_shard.muon(0.1)
+    np.testing.assert_array_equal(updates["w"], plain.update(params, plain.init(params), params)[0]["w"])
 
 
 def test_disjoint_meshes_are_planned_apart():
