@@ -108,7 +108,23 @@ def measure(set_name: str, names: list[str], rounds: int, against: str) -> dict[
             # Paired by round: a slow minute of the machine cancels.
             ratios = [a / b for a, b in zip(peer.milliseconds, peers[against].milliseconds, strict=True)]
             report[name][f"ratio_to_{against}"] = round(statistics.median(ratios), 3)
-    return {"set": set_name, "jax": jax.__version__, "rounds": rounds, "peers": report}
+    return {
+        "set": set_name,
+        "jax": jax.__version__,
+        "rounds": rounds,
+        "plan": planned(muon_shard.make_plan(params)),
+        "peers": report,
+    }
+
+
+def planned(plan: muon_shard.Plan) -> dict[str, Any]:
+    """What ours promises: NS FLOPs of the busiest device over the ideal, programs, and result bytes of collectives."""
+    ideal = plan.total_flops / plan.devices
+    return {
+        "flops_over_ideal": round(plan.flops_per_device / ideal, 4),
+        "programs": plan.programs,
+        "collective_bytes": sum(c.bytes for c in plan.collectives),
+    }
 
 
 def main() -> None:

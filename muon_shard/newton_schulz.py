@@ -72,7 +72,8 @@ class NewtonSchulz:
         """`x` [batch, m, n] with m ≤ n, `coeffs` [3] or [steps, 3], `eps` [] → [batch, m, n] of the same dtype.
 
         Accelerators want one product over the whole batch. On CPU one matrix after the other stays in cache through all
-        steps: 1.1 to 2 times faster from 64×64 to 1024×1024, measured by `benchmarks/ns_batching.py`.
+        steps; `benchmarks/ns_batching.py` compares the two (one device: mostly 1 to 1.8 times faster, slower only where
+        matrices are tiny or, at times, few and large).
         """
         return lax.platform_dependent(x, coeffs, eps, cpu=self._one_by_one, default=self._batched)
 
