@@ -3,6 +3,7 @@
 from muon_shard import labels as labels
 from muon_shard.emulate import emulate_devices as emulate_devices
 from muon_shard.newton_schulz import orthogonalize as orthogonalize
+from muon_shard.orthogonalizer import CustomOrthogonalizer as CustomOrthogonalizer
 from muon_shard.plan import Plan as Plan
 from muon_shard.plan import PlanOptions as PlanOptions
 from muon_shard.planner import make_plan as make_plan

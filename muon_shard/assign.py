@@ -18,9 +18,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 # What weighs FLOPs against bytes when plans are compared: half the dense bf16 peak of a current accelerator,
-# and a network port of 400 Gbit/s.  Only the ratio matters.
-FLOPS_PER_SECOND = 500_000_000_000_000
-BYTES_PER_SECOND = 50_000_000_000
+# 500 TFLOP/s, over a network port of 400 Gbit/s.
+FLOPS_PER_BYTE = 10_000
 
 # How far above the least possible a device's bytes may lie, in percent; None is no cap.
 BYTE_SLACKS = (2, 5, 10, 20, 35, 50, 100, None)
@@ -41,7 +40,7 @@ class Job:
 
     Attributes:
       domain: index of its domain.
-      flops: Newton-Schulz FLOPs of one matrix, positive.
+      flops: Newton-Schulz FLOPs of one matrix, weighted by how fast its products run, positive.
       size: bytes of one matrix that travel to its owner (and again on the way back).
       count: matrices per row of the domain.
     """
@@ -104,7 +103,7 @@ def waterfill(loads: np.ndarray, cost: int, count: int, limit: np.ndarray) -> np
     return items + last
 
 
-def balance(jobs: Sequence[Job], domains: Sequence[Workers]) -> np.ndarray:
+def balance(jobs: Sequence[Job], domains: Sequence[Workers], flops_per_byte: int = FLOPS_PER_BYTE) -> np.ndarray:
     """Owners by LPT (longest processing time first) on FLOPs, one load per device across all domains.
 
     Bytes are a hard cap, swept, never part of the cost: a tie-break by bytes changes nothing, and an additive
@@ -115,7 +114,7 @@ def balance(jobs: Sequence[Job], domains: Sequence[Workers]) -> np.ndarray:
     """
 
     def score(counts):
-        return _score(counts, jobs, domains)
+        return _score(counts, jobs, domains, flops_per_byte)
 
     slacks = BYTE_SLACKS if any(domain.exchanged for domain in domains) else (None,)
     bound = lower_bound(jobs, domains)
@@ -128,7 +127,7 @@ def balance(jobs: Sequence[Job], domains: Sequence[Workers]) -> np.ndarray:
             break
     if reached < WORTH_EXCHANGING and all(len(domain.rows) == 1 for domain in domains):
         size = np.array([job.size * domains[job.domain].exchanged for job in jobs])
-        best = min(best, _exchange(best, jobs, size), key=score)
+        best = min(best, _exchange(best, jobs, size), _exchange(best, jobs, 0 * size), key=score)
     return best
 
 
@@ -200,7 +199,7 @@ def _exchange(counts: np.ndarray, jobs: Sequence[Job], size: np.ndarray) -> np.n
     """Swaps a few matrices of the most loaded devices for a few of others, as long as they gain by it.
 
     Moving x FLOPs from a device to one that has g less leaves the greater of their loads min(x, g - x) lower.
-    No device comes to own more bytes than some device did before.
+    No device comes to own more bytes that count than some device did before.
 
     Args:
       counts: int64 [devices, jobs].
@@ -247,15 +246,15 @@ def _moves(classes: int) -> np.ndarray:
     return (bundles(given)[:, None] - bundles(taken)).reshape(-1, classes)
 
 
-def _score(counts: np.ndarray, jobs: Sequence[Job], domains: Sequence[Workers]) -> int:
-    """Seconds of a step, slowest compute plus exchange in and out, times both rates: an integer.
+def _score(counts: np.ndarray, jobs: Sequence[Job], domains: Sequence[Workers], flops_per_byte: int) -> int:
+    """The time of a step in FLOPs: slowest compute plus exchange in and out.
 
     An exchange is padded to its fullest device, so its time is that of the maximum, domain by domain.
     """
     compute = int((counts @ _flops(jobs)).max())
     owned = owned_bytes(counts, jobs, len(domains))
     exchange = sum(int(owned[:, d].max()) for d, domain in enumerate(domains) if domain.exchanged)
-    return compute * BYTES_PER_SECOND + 2 * exchange * FLOPS_PER_SECOND
+    return compute + 2 * exchange * flops_per_byte
 
 
 def owned_bytes(counts: np.ndarray, jobs: Sequence[Job], domains: int) -> np.ndarray:

@@ -15,19 +15,16 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_shard.layout import Kind, Layout, MeshAxes, spec_entries
+from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.packing import Packing
 from muon_shard.plan import Domain, MeshPlan
 from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec
-
-Orthogonalizer = Callable[..., jax.Array]
-"""(x [batch, m, n], *operands) → [batch, m, n], with m ≤ n."""
 
 
 def execute(
     plan: MeshPlan,
     mesh: AnyMesh | None,
     leaves: Sequence[jax.Array],
-    orthogonalizer: Orthogonalizer,
     operands: tuple[Any, ...],
 ) -> list[jax.Array]:
     """Orthogonalizes every matrix of `leaves` once on the whole mesh.
@@ -36,8 +33,7 @@ def execute(
         plan: for exactly these leaves.
         mesh: their mesh, concrete or abstract; None for one device.
         leaves: the momentum, one array per `plan.leaves`, on Auto, Explicit or mixed axes.
-        orthogonalizer: hashable; equal ones share a compiled function.
-        operands: arrays handed to it on every device (coefficients, eps).
+        operands: arrays handed to the orthogonalizer on every device (coefficients, eps).
 
     Returns:
         One array per leaf: same shape and sharding, `out_dtype` of the leaf.
@@ -46,15 +42,13 @@ def execute(
     if mesh is not None:
         leaves = [_match_type(x, leaf.layout, mesh) for x, leaf in zip(leaves, plan.leaves, strict=True)]
         operands = tuple(_replicated(x, mesh) for x in operands)
-    return list(_compiled(plan, mesh, orthogonalizer)(operands, *leaves))
+    return list(_compiled(plan, mesh)(operands, *leaves))
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(
-    plan: MeshPlan, mesh: AnyMesh | None, orthogonalizer: Orthogonalizer
-) -> Callable[..., tuple[jax.Array, ...]]:
+def _compiled(plan: MeshPlan, mesh: AnyMesh | None) -> Callable[..., tuple[jax.Array, ...]]:
     """One jitted function per plan, so that eager updates compile once; inside `jit` it is inlined."""
-    body = functools.partial(_body, plan, orthogonalizer)
+    body = functools.partial(_body, plan)
     if mesh is None:
         return jax.jit(body)
     specs = tuple(partition_spec(leaf.layout.spec) for leaf in plan.leaves)
@@ -87,9 +81,7 @@ def _replicated(x: jax.Array, mesh: AnyMesh) -> jax.Array:
     return x
 
 
-def _body(
-    plan: MeshPlan, orthogonalizer: Orthogonalizer, operands: tuple[jax.Array, ...], *shards: jax.Array
-) -> tuple[jax.Array, ...]:
+def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -> tuple[jax.Array, ...]:
     """What every device does with its local shards."""
     buffers = []
     for domain in plan.domains:
@@ -98,7 +90,7 @@ def _body(
         table = _of_device(_of_device(p.tables.send, p.mesh_axes, p.batch), p.mesh_axes, p.free)
         sent = _take(pool, table).reshape(p.ways(p.exchange), p.capacity * p.page)
         buffers.append(domain.transport.carry(sent, p.exchange))
-    outs = _run_programs(plan, orthogonalizer, operands, buffers)
+    outs = _run_programs(plan, operands, buffers)
     updates: dict[int, jax.Array] = {}
     for domain, out in zip(plan.domains, outs, strict=True):
         back = domain.transport.carry(out, domain.packing.exchange)
@@ -163,10 +155,10 @@ def _of_device(table: Any, mesh_axes: MeshAxes, axes: tuple[str, ...]) -> Any:
     return jnp.asarray(table)[lax.axis_index(axes)]
 
 
-def _run_programs(
-    plan: MeshPlan, orthogonalizer: Orthogonalizer, operands: tuple[jax.Array, ...], buffers: list[jax.Array]
-) -> list[jax.Array]:
-    branches = [functools.partial(_program, plan.domains, slots, orthogonalizer, operands) for slots in plan.programs]
+def _run_programs(plan: MeshPlan, operands: tuple[jax.Array, ...], buffers: list[jax.Array]) -> list[jax.Array]:
+    branches = [
+        functools.partial(_program, plan.domains, slots, plan.orthogonalizer, operands) for slots in plan.programs
+    ]
     if len(branches) == 1:
         return branches[0](buffers)
     me = lax.axis_index(tuple(name for name, _ in plan.mesh_axes))

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from muon_shard import report
-from muon_shard.cost import Collective, ns_flops
+from muon_shard.cost import Collective
 from muon_shard.labels import Route
 from muon_shard.layout import Layout, MeshAxes
+from muon_shard.newton_schulz.forms import METHODS
+from muon_shard.orthogonalizer import Orthogonalizer, Work
 from muon_shard.packing import Packing
 from muon_shard.transports import AllToAll, Local, Transport
 
@@ -24,14 +26,18 @@ class PlanOptions:
     """All that steers a plan.
 
     `max_programs` bounds how many different device programs are compiled (compile time grows with it); when the
-    assignment needs more, programs are merged and the FLOPs this costs show in `Plan.balance`.
+    assignment needs more, programs are merged and the FLOPs this costs show in `Plan.balance`. `ns_method` is the form
+    of Newton–Schulz: 'auto' takes the cheapest for each shape on the platform, 'direct' or 'gram' insist.
     """
 
     max_programs: int = 32
+    ns_method: str = "auto"
 
     def __post_init__(self) -> None:
         if self.max_programs < 1:
             raise ValueError(f"PlanOptions: max_programs must be at least 1, got {self.max_programs}.")
+        if self.ns_method not in METHODS:
+            raise ValueError(f"PlanOptions: unknown ns_method {self.ns_method!r}; known: {', '.join(METHODS)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +86,13 @@ class Domain:
 class MeshPlan:
     """What one `shard_map` runs. Devices are numbered row-major over `mesh_axes`.
 
-    `bound` is how few NS FLOPs the busiest device can have, whatever the assignment of whole matrices.
+    `bound` is how little work the busiest device can have, whatever the assignment of whole matrices.
     """
 
     mesh_axes: MeshAxes
     leaves: tuple[PlannedLeaf, ...]
     domains: tuple[Domain, ...]
-    steps: int
+    orthogonalizer: Orthogonalizer
     bound: int
 
     @property
@@ -107,21 +113,35 @@ class MeshPlan:
     def _program(self, device: int) -> tuple[tuple[int, ...], ...]:
         return tuple(domain.packing.slots[device] for domain in self.domains)
 
+    def works(self, domain: Domain) -> tuple[Work, ...]:
+        """What one matrix of each kind of the domain costs."""
+        return tuple(self.orthogonalizer.work(*kind.canonical, domain.dtype) for kind in domain.packing.kinds)
+
     @functools.cached_property
     def flops(self) -> np.ndarray:
         """NS FLOPs that each device executes, [devices]."""
-        return self._load("slots")
+        return self._load("slots", "flops")
 
     @functools.cached_property
     def useful_flops(self) -> np.ndarray:
         """NS FLOPs of the matrices each device owns, [devices]: `flops` less what merged programs compute in vain."""
-        return self._load("counts")
+        return self._load("counts", "flops")
 
-    def _load(self, field: str) -> np.ndarray:
+    @functools.cached_property
+    def load(self) -> np.ndarray:
+        """Work of each device, [devices]: FLOPs weighted by how fast each product runs; what is balanced."""
+        return self._load("slots", "cost")
+
+    @functools.cached_property
+    def useful_load(self) -> np.ndarray:
+        """`load` less what merged programs compute in vain, [devices]."""
+        return self._load("counts", "cost")
+
+    def _load(self, matrices: str, field: str) -> np.ndarray:
         load = np.zeros(self.devices, np.int64)
         for domain in self.domains:
-            cost = np.array([ns_flops(*kind.shape, self.steps) for kind in domain.packing.kinds], np.int64)
-            load += np.array(getattr(domain.packing, field), np.int64).reshape(self.devices, -1) @ cost
+            each = np.array([getattr(work, field) for work in self.works(domain)], np.int64)
+            load += np.array(getattr(domain.packing, matrices), np.int64).reshape(self.devices, -1) @ each
         return load
 
     @property
@@ -174,7 +194,7 @@ class Plan:
     @property
     def balance(self) -> float:
         """Ideal over busiest: 1 when every device of the mesh works equally long, none in vain."""
-        return self._least(lambda part: int(part.useful_flops.sum()) / part.devices)
+        return self._least(lambda part: int(part.useful_load.sum()) / part.devices)
 
     @property
     def efficiency(self) -> float:
@@ -182,7 +202,7 @@ class Plan:
         return self._least(lambda part: part.bound)
 
     def _least(self, ideal: Any) -> float:
-        return min((ideal(part) / int(part.flops.max()) for part in self.parts if part.flops.max()), default=1.0)
+        return min((ideal(part) / int(part.load.max()) for part in self.parts if part.load.max()), default=1.0)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

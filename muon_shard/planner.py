@@ -4,15 +4,19 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from muon_shard import assign, programs
-from muon_shard.cost import choose_page, ns_flops
+from muon_shard.cost import choose_page
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
 from muon_shard.layout import Kind, MeshAxes, make_layout
+from muon_shard.newton_schulz import make_orthogonalizer, narrowed
+from muon_shard.newton_schulz.forms import platform_of
+from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.packing import Packing, device_index
 from muon_shard.plan import Domain, MeshPlan, Plan, PlannedLeaf, PlanOptions, itemsize
-from muon_shard.shardings import Memory, Placement, Shardings, place_leaves
+from muon_shard.shardings import Memory, Placement, Shardings, place_leaves, platform
 
 
 def make_plan(
@@ -21,7 +25,10 @@ def make_plan(
     options: PlanOptions = PlanOptions(),  # noqa: B008 (frozen)
     muon_weight_dimension_numbers: DimensionNumbers = None,
     param_shardings: Shardings = None,
+    ns_coeffs: Any = "standard",
     ns_steps: int = 5,
+    ns_dtype: jax.typing.DTypeLike | None = None,
+    orthogonalizer: Any = None,
 ) -> Plan:
     """Plans the Muon part of an optimizer step for `params`.
 
@@ -30,7 +37,10 @@ def make_plan(
         options: what steers the plan.
         muon_weight_dimension_numbers: as for `muon`.
         param_shardings: shardings where `params` does not carry them, as for `muon`.
-        ns_steps: Newton–Schulz steps, for FLOPs.
+        ns_coeffs: as for `muon`, like `ns_steps`, `ns_dtype` and `orthogonalizer`: they decide what a matrix costs.
+        ns_steps: Newton–Schulz steps.
+        ns_dtype: dtype in which matrices travel and are orthogonalized.
+        orthogonalizer: in place of Newton–Schulz.
 
     Raises:
         ValueError: listing every leaf that cannot be a matrix or whose sharding is illegal, or when no leaf is Muon's.
@@ -38,8 +48,9 @@ def make_plan(
     routes = route(params, muon_weight_dimension_numbers, "make_plan")
     require_matrices(routes, "make_plan")
     placements = place_leaves(params, param_shardings, Memory(), "make_plan")
-    dtypes = [r.dtype for r in routes]
-    parts = plan_meshes(routes, placements, dtypes, dtypes, ns_steps, options)
+    dtypes = [narrowed(r.dtype, ns_dtype) if r.label == "muon" else r.dtype for r in routes]
+    runs = make_orthogonalizer(orthogonalizer, ns_coeffs, ns_steps, method=options.ns_method)
+    parts = plan_meshes(routes, placements, dtypes, dtypes, runs, options)
     return Plan(tuple(plan for _, _, plan in parts), tuple(routes))
 
 
@@ -48,7 +59,7 @@ def plan_meshes(
     placements: Sequence[Placement],
     dtypes: Sequence[str],
     out_dtypes: Sequence[str],
-    steps: int,
+    orthogonalizer: Orthogonalizer,
     options: PlanOptions,
 ) -> list[tuple[Any, tuple[int, ...], MeshPlan]]:
     """(mesh, positions in `routes`, plan) for every mesh that holds Muon leaves; empty leaves are left out."""
@@ -74,19 +85,27 @@ def plan_meshes(
             )
             for i in indices
         )
-        plans.append((mesh, tuple(indices), plan_mesh(leaves, axes, steps, options)))
+        runs_on = platform(mesh)
+        plan = plan_mesh(leaves, axes, orthogonalizer.on(runs_on), platform_of(runs_on).flops_per_byte, options)
+        plans.append((mesh, tuple(indices), plan))
     return plans
 
 
 @functools.lru_cache(maxsize=64)
-def plan_mesh(leaves: tuple[PlannedLeaf, ...], mesh_axes: MeshAxes, steps: int, options: PlanOptions) -> MeshPlan:
+def plan_mesh(
+    leaves: tuple[PlannedLeaf, ...],
+    mesh_axes: MeshAxes,
+    orthogonalizer: Orthogonalizer,
+    flops_per_byte: int,
+    options: PlanOptions,
+) -> MeshPlan:
     """Domains, owners, programs and pages of the leaves on one mesh. Cached: every trace asks again."""
     groups = _group(leaves)
-    jobs, workers, kinds = _jobs(leaves, groups, mesh_axes, steps)
-    counts = programs.place(assign.balance(jobs, workers), jobs, workers)
+    jobs, workers, kinds = _jobs(leaves, groups, mesh_axes, orthogonalizer)
+    counts = programs.place(assign.balance(jobs, workers, flops_per_byte), jobs, workers)
     kind_counts = tuple(tuple(count for _, count in k) for k in kinds)
     owned = programs.deal(counts, kind_counts, workers, jobs)
-    costs = [ns_flops(*kind.shape, steps) for k in kinds for kind, _ in k]
+    costs = [job.flops for job, k in zip(jobs, kinds, strict=True) for _ in k]
     slots = programs.merge(owned, costs, options.max_programs)
     domains, at = [], 0
     for d, members in enumerate(groups):
@@ -94,7 +113,7 @@ def plan_mesh(leaves: tuple[PlannedLeaf, ...], mesh_axes: MeshAxes, steps: int, 
         here = slice(at, at + len(mine))
         at += len(mine)
         domains.append(_domain(leaves, members, mine, owned[:, here], slots[:, here], mesh_axes))
-    return MeshPlan(mesh_axes, leaves, tuple(domains), steps, assign.lower_bound(jobs, workers))
+    return MeshPlan(mesh_axes, leaves, tuple(domains), orthogonalizer, assign.lower_bound(jobs, workers))
 
 
 def _group(leaves: Sequence[PlannedLeaf]) -> list[tuple[int, ...]]:
@@ -107,7 +126,10 @@ def _group(leaves: Sequence[PlannedLeaf]) -> list[tuple[int, ...]]:
 
 
 def _jobs(
-    leaves: Sequence[PlannedLeaf], groups: Sequence[tuple[int, ...]], mesh_axes: MeshAxes, steps: int
+    leaves: Sequence[PlannedLeaf],
+    groups: Sequence[tuple[int, ...]],
+    mesh_axes: MeshAxes,
+    orthogonalizer: Orthogonalizer,
 ) -> tuple[list[assign.Job], list[assign.Workers], list[tuple[tuple[Kind, int], ...]]]:
     """Classes of equal problems, the devices that may own them, and the (kind, matrices per row) in each class.
 
@@ -127,7 +149,8 @@ def _jobs(
             of_class[layout.kind] = of_class.get(layout.kind, 0) + layout.count
         for (m, n), of_class in sorted(classes.items(), reverse=True):
             ordered = sorted(of_class.items(), key=lambda item: item[0].shape)
-            jobs.append(assign.Job(d, ns_flops(m, n, steps), m * n * size, sum(of_class.values())))
+            cost = orthogonalizer.work(m, n, leaves[members[0]].dtype).cost
+            jobs.append(assign.Job(d, cost, m * n * size, sum(of_class.values())))
             kinds.append(tuple(ordered))
     return jobs, workers, kinds
 

@@ -14,8 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from muon_shard.cost import ns_flops
-
 if TYPE_CHECKING:
     from muon_shard.labels import Route
     from muon_shard.plan import Domain, MeshPlan, Plan
@@ -38,6 +36,7 @@ class Group:
     owners: int
     least: int
     most: int
+    form: str
     flops: int
     bytes: int
     why: str
@@ -67,6 +66,7 @@ def _group(part: MeshPlan, domain: Domain, members: list[int]) -> Group:
     pages = len(members) * leaf.layout.count * packing.kind_pages[kind]
     received = sum(c.received for c in domain.collectives)
     matrices = len(members) * leaf.layout.matrices
+    work = part.works(domain)[kind]
     return Group(
         tuple(part.leaves[i].path for i in members),
         str(leaf.layout),
@@ -76,7 +76,8 @@ def _group(part: MeshPlan, domain: Domain, members: list[int]) -> Group:
         int((owned > 0).sum()),
         int(owned[owned > 0].min(initial=owned.max())),
         int(owned.max()),
-        matrices * ns_flops(*leaf.layout.kind.shape, part.steps),
+        work.form,
+        matrices * work.flops,
         received * pages // packing.pool_pages,
         domain.why,
         leaf.source,
@@ -155,13 +156,15 @@ def _summary(part: MeshPlan) -> Iterable[str]:
 
 
 def _table(rows: Sequence[Group]) -> Table:
-    table = _plain_table("leaf", "layout", "transport", "owners", "bytes", "why")
+    table = _plain_table("leaf", "layout", "transport", "owners", "form", "FLOPs", "bytes", "why")
     cells = []
     for g in rows:
         each = str(g.most) if g.least == g.most else f"{g.least}–{g.most}"
         name = g.name + (f" ×{len(g.paths)}" if len(g.paths) > 1 else "")
         layout = g.layout + (" (layout assumed)" if g.source == "assumed" else "")
-        cells.append((name, layout, g.transport, f"{g.owners} × {each}", _bytes(g.bytes), g.why))
+        cells.append(
+            (name, layout, g.transport, f"{g.owners} × {each}", g.form, _count(g.flops), _bytes(g.bytes), g.why)
+        )
         table.add_row(*cells[-1])
     # Where space is short the layout wraps first, at its blanks; names of leaves have none.
     widest = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -185,9 +188,9 @@ def _plain_table(*columns: str) -> Table:
     for name in columns:
         table.add_column(
             name,
-            justify="right" if name == "bytes" else "left",
+            justify="right" if name in ("bytes", "FLOPs") else "left",
             overflow="fold",
-            no_wrap=name in ("bytes", "owners"),
+            no_wrap=name in ("bytes", "owners", "FLOPs"),
         )
     return table
 

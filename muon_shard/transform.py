@@ -15,7 +15,8 @@ from optax.contrib import MuonState
 from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.execute import execute, reshard_typed
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route, warn_of_doubts
-from muon_shard.newton_schulz import NewtonSchulz, coefficients
+from muon_shard.newton_schulz import coefficients, make_orthogonalizer, narrowed
+from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.plan import PlanOptions
 from muon_shard.planner import plan_meshes
 from muon_shard.shardings import Memory, Shardings, concrete_sharding, mesh_of, place_leaves
@@ -35,6 +36,8 @@ def scale_by_muon(
     preconditioning: Preconditioning = "frobenius",
     weight_dimension_numbers: DimensionNumbers = None,
     param_shardings: Shardings = None,
+    ns_dtype: jax.typing.DTypeLike | None = None,
+    orthogonalizer: Callable[[jax.Array], jax.Array] | Orthogonalizer | None = None,
     plan_options: PlanOptions = PlanOptions(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon` whose Newton–Schulz work is done once on the whole mesh.
@@ -48,7 +51,8 @@ def scale_by_muon(
       seen, the sharding of the parameters (of the gradients when `update` is not given the parameters).
 
     Args:
-        ns_coeffs: a triple, rows of triples, or a preset: 'standard', 'dion'.
+        ns_coeffs: a triple, rows of triples, or the name of a set: 'standard', 'dion', 'you6', 'polar_express', 'aol',
+            'deepseek_v4'. Whether the Gram form is safe is judged by these, not by what a restored state holds.
         ns_steps: Newton–Schulz steps, a Python int.
         beta: decay of the momentum.
         eps: added to the norm, see above.
@@ -60,13 +64,20 @@ def scale_by_muon(
             tree; None: every leaf is a matrix of rank 2.
         param_shardings: a pytree, prefix or callable of params of `NamedSharding`, `PartitionSpec`, arrays or
             `ShapeDtypeStruct`s. Needed only where shardings cannot be seen: Auto mesh axes, with `init` under jit.
+        ns_dtype: dtype in which matrices travel and are orthogonalized, for example bfloat16 for half the bytes; None:
+            the momentum's. State and updates keep their dtypes, Gram matrices are at least float32.
+        orthogonalizer: a function [batch, m, n] → [batch, m, n], m ≤ n, to run in place of Newton–Schulz, or a
+            `CustomOrthogonalizer` that also says what it costs. `ns_coeffs`, `ns_steps`, `eps` and `preconditioning`
+            then have no effect.
         plan_options: what steers the plan.
 
     Raises:
         ValueError: at init or update, listing every leaf that cannot be served and why.
     """
     ns_steps = _static(ns_steps)
-    orthogonalizer = NewtonSchulz(ns_steps, preconditioning, adaptive)
+    run = make_orthogonalizer(
+        orthogonalizer, ns_coeffs, ns_steps, preconditioning, method=plan_options.ns_method, adaptive=adaptive
+    )
     memory = Memory()
 
     def matrices(tree: Any) -> list[Route]:
@@ -99,12 +110,13 @@ def scale_by_muon(
         placements = place_leaves(where, param_shardings, memory, "muon")
         leaves, treedef = jax.tree.flatten(mu_hat)
         targets = treedef.flatten_up_to(like)
-        dtypes, out_dtypes = [str(x.dtype) for x in leaves], [str(x.dtype) for x in targets]
+        inner = [narrowed(x.dtype, ns_dtype) for x in leaves]
+        out = inner if ns_dtype is not None else [str(x.dtype) for x in targets]
         outs = [jnp.zeros_like(x) if x.size == 0 else x for x in targets]  # empty leaves are in no plan
-        for mesh, indices, plan in plan_meshes(routes, placements, dtypes, out_dtypes, ns_steps, plan_options):
-            done = execute(plan, mesh, [leaves[i] for i in indices], orthogonalizer, (state.ns_coeffs, eps))
+        for mesh, indices, plan in plan_meshes(routes, placements, inner, out, run, plan_options):
+            done = execute(plan, mesh, [leaves[i].astype(inner[i]) for i in indices], (state.ns_coeffs, eps))
             for i, y in zip(indices, done, strict=True):
-                outs[i] = _onto(y, targets[i])
+                outs[i] = _onto(y.astype(targets[i].dtype), targets[i])
         mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
         return treedef.unflatten(outs), MuonState(count, mu, state.ns_coeffs)
 
@@ -132,6 +144,8 @@ def muon(
     muon_weight_dimension_numbers: DimensionNumbers = None,
     consistent_rms: jax.typing.ArrayLike | None = None,
     param_shardings: Shardings = None,
+    ns_dtype: jax.typing.DTypeLike | None = None,
+    orthogonalizer: Callable[[jax.Array], jax.Array] | Orthogonalizer | None = None,
     plan_options: PlanOptions = PlanOptions(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformation:
     """`optax.contrib.muon` for sharded parameters: the same arguments, state and updates, a fraction of the step time.
@@ -142,7 +156,7 @@ def muon(
     Args:
         learning_rate: a number or schedule.
         ns_coeffs: see `scale_by_muon`, as for `ns_steps`, `beta`, `eps`, `mu_dtype`, `nesterov`, `adaptive`,
-            `preconditioning`, `param_shardings` and `plan_options`.
+            `preconditioning`, `param_shardings`, `ns_dtype`, `orthogonalizer` and `plan_options`.
         weight_decay: decay of Muon's leaves, multiplied by the learning rate.
         weight_decay_mask: tree, prefix or callable of booleans.
         adam_b1: decay of Adam's first moment; `adam_b2` of its second; `adam_eps_root` and `adam_weight_decay` as in
@@ -157,7 +171,6 @@ def muon(
         ValueError: listing every leaf that cannot be served and why; also when there are leaves and none is Muon's.
     """
     ns_steps = _static(ns_steps)
-    coefficients(ns_coeffs, ns_steps)
 
     def labels(params: Any) -> Any:
         routes = route(params, muon_weight_dimension_numbers)
@@ -178,6 +191,8 @@ def muon(
                     preconditioning=preconditioning,
                     weight_dimension_numbers=muon_weight_dimension_numbers,
                     param_shardings=param_shardings,
+                    ns_dtype=ns_dtype,
+                    orthogonalizer=orthogonalizer,
                     plan_options=plan_options,
                 ),
                 _scale_by_shape(muon_weight_dimension_numbers, consistent_rms),

@@ -1,0 +1,96 @@
+"""Runs a form on matrices: segments of R = XXᴴ, m×m products, X ← QX."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from muon_shard.newton_schulz.forms import Form
+from muon_shard.newton_schulz.products import PRODUCTS, commuting, gram, is_narrow, split, wide
+from muon_shard.newton_schulz.scaling import exponent, factors, times_power
+
+Each = Callable[..., Any]
+"""(function of matrices, *batches) → the function's results for every matrix of the batches."""
+
+
+def iterate(
+    x: jax.Array,
+    rows: jax.Array,
+    eps: jax.Array,
+    form: Form,
+    preconditioning: str,
+    precision: lax.PrecisionLike,
+    each: Each,
+) -> jax.Array:
+    """All steps on x [..., m, n], m ≤ n, with coefficients `rows` [steps, 3]; same shape and dtype.
+
+    The scaling that the first step needs is folded into its Q, so that X itself is never rewritten for it.
+    """
+    foldable = jnp.finfo(x.dtype).maxexp >= 128  # float16 could not hold the folded scale
+
+    def prescaled_gram(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        power = exponent(x)
+        return power, gram(form.products, times_power(x, -power), form.blocks, precision)
+
+    def first_segment(power: jax.Array, r: jax.Array) -> jax.Array:
+        scale = factors(r, power, eps, preconditioning)
+        q = _segment(scale * r * scale.mT, rows[: form.segments[0]], form, precision, x.dtype) * scale.mT
+        return times_power(q, -power) if foldable else q
+
+    power, r = each(prescaled_gram, x)
+    x = _apply(each(first_segment, power, r), x if foldable else times_power(x, -power), form, precision)
+
+    start = form.segments[0]
+    for length, run in itertools.groupby(form.segments[1:]):
+        count = len(list(run))
+
+        def segment(i: jax.Array, x: jax.Array, start: int = start, length: int = length) -> jax.Array:
+            mine = lax.dynamic_slice_in_dim(rows, start + i * length, length)
+            r = each(lambda x: gram(form.products, x, form.blocks, precision), x)
+            return _apply(each(lambda r: _segment(r, mine, form, precision, x.dtype), r), x, form, precision)
+
+        # A rolled loop: unrolled steps keep their temporaries alive and compile slower.
+        x = lax.fori_loop(0, count, segment, x)
+        start += count * length
+    return x
+
+
+def _segment(
+    r: jax.Array, rows: jax.Array, form: Form, precision: lax.PrecisionLike, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Q with X ← QX for all steps of one segment. R, Z and Q are polynomials of one matrix: Hermitian, they commute."""
+    eye = jnp.eye(r.shape[-1], dtype=r.dtype)
+    operands = dtype if form.direct else r.dtype
+
+    def times(a: jax.Array, b: jax.Array) -> jax.Array:
+        return commuting(form.products, a.astype(operands), b.astype(operands), form.blocks, precision)
+
+    def polynomial(r: jax.Array, row: jax.Array) -> jax.Array:
+        return row[0] * eye + row[1] * r + row[2] * times(r, r)
+
+    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q, r = carry
+        z = polynomial(r, rows[i])
+        return times(q, z), times(times(r, z), z)
+
+    last = rows.shape[0] - 1
+    z = polynomial(r, rows[0])
+    if last == 0:
+        return z
+    q, r = lax.fori_loop(1, last, step, (z, times(times(r, z), z)))
+    return times(q, polynomial(r, rows[last]))
+
+
+def _apply(q: jax.Array, x: jax.Array, form: Form, precision: lax.PrecisionLike) -> jax.Array:
+    """QX in the dtype of X. In Gram space Q cancels against X, so it is never rounded to a narrow dtype."""
+    if form.direct:
+        return jnp.matmul(q.astype(x.dtype), x, precision=precision, preferred_element_type=q.dtype).astype(x.dtype)
+    if x.dtype == jnp.bfloat16:
+        high, low = split(q)
+        parts = [jnp.matmul(part, x, preferred_element_type=q.dtype) for part in (high, low)]
+        return (parts[0] + parts[1]).astype(x.dtype)
+    products = PRODUCTS["highest"] if is_narrow(x.dtype) else form.products
+    return products.dot(q, x.astype(wide(x.dtype))).astype(x.dtype)

@@ -1,0 +1,97 @@
+"""What owners run on whole matrices: the common face, a user's own function, and the dual-norm scaling."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from muon_shard.cost import ns_flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one matrix costs: the name of its form, FLOPs, and FLOPs weighted by how fast each product runs."""
+
+    form: str
+    flops: int
+    cost: int
+
+
+class Orthogonalizer(abc.ABC):
+    """Runs on batches of whole matrices. Hashable: equal ones share plans and compiled functions."""
+
+    @abc.abstractmethod
+    def __call__(self, x: jax.Array, *operands: jax.Array) -> jax.Array:
+        """[batch, m, n] with m ≤ n, and arrays that are the same on every device → same shape and dtype."""
+
+    @abc.abstractmethod
+    def work(self, m: int, n: int, dtype: jax.typing.DTypeLike) -> Work:
+        """What one m×n matrix costs, m ≤ n."""
+
+    def on(self, platform: str) -> "Orthogonalizer":
+        """The same for another platform ('cpu', 'gpu', 'tpu')."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomOrthogonalizer(Orthogonalizer):
+    """A function [batch, m, n] → [batch, m, n], m ≤ n, and the FLOPs (m, n) → int of one matrix.
+
+    Without `flops`, work is balanced as for five direct Newton–Schulz steps.
+    """
+
+    function: Callable[[jax.Array], jax.Array]
+    flops: Callable[[int, int], int] | None = None
+
+    def __call__(self, x: jax.Array, *operands: jax.Array) -> jax.Array:
+        y = self.function(x)
+        if not isinstance(y, jax.Array) or y.shape != x.shape or not jnp.issubdtype(y.dtype, jnp.inexact):
+            got = f"{y.dtype}{list(y.shape)}" if isinstance(y, jax.Array) else repr(y)
+            raise ValueError(
+                f"orthogonalizer: {self.name} must keep the shape of its batch of wide matrices, "
+                f"{x.dtype}{list(x.shape)}; it returned {got}."
+            )
+        return y.astype(x.dtype)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def work(self, m: int, n: int, dtype: jax.typing.DTypeLike) -> Work:
+        flops = int((self.flops or ns_flops)(m, n))
+        if flops < 1:
+            raise ValueError(f"orthogonalizer: flops({m}, {n}) of {self.name} must be at least 1, got {flops}.")
+        return Work(self.name, flops, flops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Orthogonalizer):
+    """Scales each result by the dual norm of its input (arXiv 2409.20325)."""
+
+    inner: Orthogonalizer
+
+    def __call__(self, x: jax.Array, *operands: jax.Array) -> jax.Array:
+        y = self.inner(x, *operands)
+        return jnp.sum(x.conj() * y, axis=(-2, -1), keepdims=True) * y
+
+    def work(self, m: int, n: int, dtype: jax.typing.DTypeLike) -> Work:
+        return self.inner.work(m, n, dtype)
+
+    def on(self, platform: str) -> Orthogonalizer:
+        return Adaptive(self.inner.on(platform))
+
+
+def as_orthogonalizer(given: Any) -> Orthogonalizer:
+    """A plain function as `CustomOrthogonalizer`.
+
+    Raises:
+        ValueError: not callable, or not hashable.
+    """
+    if isinstance(given, Orthogonalizer):
+        return given
+    if not callable(given) or getattr(given, "__hash__", None) is None:
+        raise ValueError(f"orthogonalizer must be a hashable function [batch, m, n] → [batch, m, n], got {given!r}.")
+    return CustomOrthogonalizer(given)
