@@ -16,9 +16,9 @@ import numpy as np
 import optax
 
 import muon_shard
-from benchmarks import census
 from benchmarks.peers import LEARNING_RATE, PEERS
 from benchmarks.reference import SETS, ReferenceSet, laid_on
+from muon_shard import hlo
 
 SEEDS = (
     1,
@@ -73,13 +73,14 @@ def largest_difference(got: dict[str, Any], want: dict[str, np.ndarray]) -> floa
 
 
 def facts(peer: Peer) -> dict[str, Any]:
-    """What repeats exactly: collectives, bytes and temporaries per device."""
-    found = census.collectives(peer.step.as_text() or "")
+    """What repeats exactly: collectives (once where they stand in a loop), bytes and temporaries per device."""
+    found = hlo.collectives(peer.step.as_text() or "")
+    sizes = {kind: [f.bytes for f in found if f.kind == kind] for kind in hlo.KINDS}
     memory = peer.step.memory_analysis()
     return {
-        "collectives": {kind: entry["count"] for kind, entry in found.items()},
-        "collective_bytes": {kind: entry["bytes"] for kind, entry in found.items()},
-        "total_bytes": census.total(found, "bytes"),
+        "collectives": {kind: len(each) for kind, each in sizes.items() if each},
+        "collective_bytes": {kind: sum(each) for kind, each in sizes.items() if each},
+        "total_bytes": sum(f.bytes for f in found),
         "temp_bytes": memory.temp_size_in_bytes if memory else None,
     }
 

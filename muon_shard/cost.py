@@ -12,10 +12,10 @@ def ns_flops(m: int, n: int, steps: int = 5) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective that the compiled module must hold.
+    """One collective that the compiled module must hold, or `count` equal ones.
 
-    `bytes` is the size of its result on each device, as the compiled module shows it; `received` is the part of it
-    that comes from other devices.
+    `bytes` is the size of its result on each device, of all of them together, as the compiled module shows it;
+    `received` is the part of it that comes from other devices.
     """
 
     kind: str
@@ -23,10 +23,52 @@ class Collective:
     ways: int
     bytes: int
     purpose: str
+    count: int = 1
 
     @property
     def received(self) -> int:
+        if self.kind == "collective-permute":
+            return self.bytes
         return self.bytes * (self.ways - 1) // self.ways
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one domain moves, per device.
+
+    Attributes:
+        exchange: mesh axes over which matrices are scattered.
+        shared: mesh axes over which replicas share the work.
+        pool: elements of the local shards.
+        row: elements sent to each peer.
+        returned: elements that each replica gives to the others.
+        item: bytes of an element on the way in.
+        out: bytes of an element on the way back.
+    """
+
+    exchange: tuple[tuple[str, int], ...]
+    shared: tuple[tuple[str, int], ...]
+    pool: int
+    row: int
+    returned: int
+    item: int
+    out: int
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.exchange)
+
+    @property
+    def peers(self) -> int:
+        return math.prod(size for _, size in self.exchange)
+
+    def share(self) -> tuple[Collective, ...]:
+        """The gather of all replicas' results."""
+        if not self.shared:
+            return ()
+        ways = math.prod(size for _, size in self.shared)
+        axes = tuple(name for name, _ in self.shared)
+        return (Collective("all-gather", axes, ways, ways * self.returned * self.out, "updates to replicas"),)
 
 
 def choose_page(blocks: dict[int, int], waste: float = 0.01, most: int = 4096) -> int:

@@ -19,6 +19,7 @@ from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.packing import Packing
 from muon_shard.plan import Domain, MeshPlan
 from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec
+from muon_shard.transports import take_pages
 
 
 def execute(
@@ -87,13 +88,12 @@ def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -
     for domain in plan.domains:
         p = domain.packing
         pool = _pack([shards[i] for i in domain.leaves], [plan.leaves[i].layout for i in domain.leaves], p)
-        table = _of_device(_of_device(p.tables.send, p.mesh_axes, p.batch), p.mesh_axes, p.free)
-        sent = _take(pool, table).reshape(p.ways(p.exchange), p.capacity * p.page)
-        buffers.append(domain.transport.carry(sent, p.exchange))
+        table = _of_device(_of_device(p.tables.send, p.mesh_axes, p.rows), p.mesh_axes, p.shared)
+        buffers.append(domain.carrier.bring(pool, table, p.exchange_axes))
     outs = _run_programs(plan, operands, buffers)
     updates: dict[int, jax.Array] = {}
     for domain, out in zip(plan.domains, outs, strict=True):
-        back = domain.transport.carry(out, domain.packing.exchange)
+        back = domain.carrier.back(out, domain.packing.exchange_axes)
         pages, table = _share(back.reshape(-1, domain.packing.page), domain.packing)
         layouts = [plan.leaves[i].layout for i in domain.leaves]
         updates |= dict(zip(domain.leaves, _unpack(pages, table, layouts, domain.packing), strict=True))
@@ -114,7 +114,7 @@ def _unpack(pages: jax.Array, table: Any, layouts: Sequence[Layout], packing: Pa
     shards, at = [], 0
     for layout, (kind, count) in zip(layouts, packing.leaves, strict=True):
         end = at + count * packing.kind_pages[kind]
-        rows = _take(pages, table[at:end]).reshape(count, -1)[:, : layout.kind.elements]
+        rows = take_pages(pages, table[at:end]).reshape(count, -1)[:, : layout.kind.elements]
         at = end
         x = rows.reshape([layout.local_shape[d] for d in layout.order])
         shards.append(x.transpose(np.argsort(layout.order)))
@@ -127,25 +127,16 @@ def _share(pages: jax.Array, packing: Packing) -> tuple[jax.Array, Any]:
     Compacted before the gather: the exchange buffer is padded to the busiest peer, the gather need not be.
     """
     tables = packing.tables
-    if not packing.free:
-        return pages, _of_device(_chain(tables.compact, tables.back), packing.mesh_axes, packing.batch)
-    mine = _of_device(_of_device(tables.compact, packing.mesh_axes, packing.batch), packing.mesh_axes, packing.free)
-    gathered = lax.all_gather(_take(pages, mine), packing.free, axis=0, tiled=True)
-    return gathered, _of_device(tables.back, packing.mesh_axes, packing.batch)
+    if not packing.shared:
+        return pages, _of_device(_chain(tables.compact, tables.back), packing.mesh_axes, packing.rows)
+    mine = _of_device(_of_device(tables.compact, packing.mesh_axes, packing.rows), packing.mesh_axes, packing.shared)
+    gathered = lax.all_gather(take_pages(pages, mine), packing.shared, axis=0, tiled=True)
+    return gathered, _of_device(tables.back, packing.mesh_axes, packing.rows)
 
 
 def _chain(compact: np.ndarray, back: np.ndarray) -> np.ndarray:
     """Both tables in one, for a single replica."""
     return np.take_along_axis(compact[:, 0], back, axis=1)
-
-
-def _take(pages: jax.Array, table: Any) -> jax.Array:
-    """Rows of `pages` by a table whose entries all exist; a slice where the table is static and lists neighbours."""
-    if isinstance(table, np.ndarray):
-        table = table.reshape(-1)
-        if (table == table[0] + np.arange(table.size)).all():
-            return pages[table[0] : table[0] + table.size]
-    return jnp.take(pages, table.reshape(-1), axis=0, mode="clip")
 
 
 def _of_device(table: Any, mesh_axes: MeshAxes, axes: tuple[str, ...]) -> Any:

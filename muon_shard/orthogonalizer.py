@@ -94,4 +94,5 @@ def as_orthogonalizer(given: Any) -> Orthogonalizer:
         return given
     if not callable(given) or getattr(given, "__hash__", None) is None:
         raise ValueError(f"orthogonalizer must be a hashable function [batch, m, n] → [batch, m, n], got {given!r}.")
-    return CustomOrthogonalizer(given)
+    function: Callable[[jax.Array], Any] = given
+    return CustomOrthogonalizer(function)

@@ -5,12 +5,16 @@ import functools
 
 import numpy as np
 
+from muon_shard.cost import Traffic
 from muon_shard.layout import Kind, MeshAxes
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
     """Everything `execute` needs to move the matrices of one domain.
+
+    Devices with the same coordinates over `rows` divide the matrices they hold among themselves; these are the axes
+    that shard a batch dimension, and those over which work is repeated. `shared` are the other axes that replicate.
 
     A device's pool is its local shards, leaf after leaf, matrix after matrix, each padded to whole pages. `kinds` lists
     the kinds of matrices, `leaves` the (kind index, local matrices) of each leaf in pool order. `counts[device][kind]`
@@ -21,8 +25,8 @@ class Packing:
 
     mesh_axes: MeshAxes
     exchange: tuple[str, ...]
-    batch: tuple[str, ...]
-    free: tuple[str, ...]
+    rows: tuple[str, ...]
+    shared: tuple[str, ...]
     page: int
     kinds: tuple[Kind, ...]
     leaves: tuple[tuple[int, int], ...]
@@ -32,6 +36,25 @@ class Packing:
     @functools.cached_property
     def kind_pages(self) -> tuple[int, ...]:
         return tuple(-(-kind.elements // self.page) for kind in self.kinds)
+
+    @property
+    def exchange_axes(self) -> MeshAxes:
+        """The exchange axes with their sizes."""
+        sizes = dict(self.mesh_axes)
+        return tuple((name, sizes[name]) for name in self.exchange)
+
+    def traffic(self, item: int, out: int) -> Traffic:
+        """What moves, for elements of `item` bytes going in and `out` bytes coming back."""
+        sizes = dict(self.mesh_axes)
+        return Traffic(
+            self.exchange_axes,
+            tuple((name, sizes[name]) for name in self.shared),
+            self.pool_pages * self.page,
+            self.capacity * self.page,
+            self.returned * self.page,
+            item,
+            out,
+        )
 
     @property
     def pool_pages(self) -> int:
@@ -46,8 +69,8 @@ class Packing:
     def returned(self) -> int:
         """Pages that each replica gives to the others: those of the matrices owned in it, at most."""
         pages = np.array(self.counts, np.int64) @ np.array(self.kind_pages, np.int64)
-        totals = np.zeros((self.ways(self.batch), self.ways(self.free)), np.int64)
-        np.add.at(totals, (self.index(self.batch), self.index(self.free)), pages)
+        totals = np.zeros((self.ways(self.rows), self.ways(self.shared)), np.int64)
+        np.add.at(totals, (self.index(self.rows), self.index(self.shared)), pages)
         return int(totals.max())
 
     def ways(self, axes: tuple[str, ...]) -> int:
@@ -62,9 +85,9 @@ class Packing:
         """Matrices of the leaf at this position of `leaves` that each device owns, [devices]."""
         kind, count = self.leaves[position]
         first = sum(c for k, c in self.leaves[:position] if k == kind)
-        counts, row = np.array(self.counts, np.int64)[:, kind], self.index(self.batch)
+        counts, row = np.array(self.counts, np.int64)[:, kind], self.index(self.rows)
         ends = np.zeros_like(counts)
-        for b in range(self.ways(self.batch)):
+        for b in range(self.ways(self.rows)):
             ends[row == b] = np.cumsum(counts[row == b])
         return np.clip(np.minimum(ends, first + count) - np.maximum(ends - counts, first), 0, None)
 
@@ -111,13 +134,13 @@ def _item_pages(packing: Packing) -> list[np.ndarray]:
 def _tables(packing: Packing) -> Tables:
     """Deals the matrices of each kind to the devices of each row in order, then writes down every page's way."""
     rows, replicas, peers = (
-        packing.ways(packing.batch),
-        packing.ways(packing.free),
+        packing.ways(packing.rows),
+        packing.ways(packing.shared),
         packing.ways(packing.exchange),
     )
     row, replica, peer = (
-        packing.index(packing.batch),
-        packing.index(packing.free),
+        packing.index(packing.rows),
+        packing.index(packing.shared),
         packing.index(packing.exchange),
     )
     send = np.zeros((rows, replicas, peers, packing.capacity), np.int32)

@@ -3,41 +3,20 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from muon_shard import report
-from muon_shard.cost import Collective
+from muon_shard.choose import Choice
+from muon_shard.cost import Collective, Traffic
 from muon_shard.labels import Route
 from muon_shard.layout import Layout, MeshAxes
-from muon_shard.newton_schulz.forms import METHODS
 from muon_shard.orthogonalizer import Orthogonalizer, Work
 from muon_shard.packing import Packing
-from muon_shard.transports import AllToAll, Local, Transport
-
-TRANSPORTS: tuple[Transport, ...] = (Local(), AllToAll())
-"""In order of preference: the first that does not refuse a domain serves it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """All that steers a plan.
-
-    `max_programs` bounds how many different device programs are compiled (compile time grows with it); when the
-    assignment needs more, programs are merged and the FLOPs this costs show in `Plan.balance`. `ns_method` is the form
-    of Newton–Schulz: 'auto' takes the cheapest for each shape on the platform, 'direct' or 'gram' insist.
-    """
-
-    max_programs: int = 32
-    ns_method: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.max_programs < 1:
-            raise ValueError(f"PlanOptions: max_programs must be at least 1, got {self.max_programs}.")
-        if self.ns_method not in METHODS:
-            raise ValueError(f"PlanOptions: unknown ns_method {self.ns_method!r}; known: {', '.join(METHODS)}.")
+from muon_shard.transports import TRANSPORTS, Transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +38,19 @@ class Domain:
     dtype: str
     out_dtype: str
     packing: Packing
+    choice: Choice
 
     @property
-    def transport(self) -> Transport:
-        return next(t for t in TRANSPORTS if not t.refuses(self.packing.exchange))
+    def carrier(self) -> Transport:
+        return TRANSPORTS[self.choice.transport]
 
-    @property
-    def why(self) -> str:
-        """Why matrices of this domain travel as they do."""
-        return self.transport.why(self.packing.exchange, self.packing.batch)
+    @functools.cached_property
+    def traffic(self) -> Traffic:
+        return self.packing.traffic(itemsize(self.dtype), itemsize(self.out_dtype))
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        p = self.packing
-        item, out = itemsize(self.dtype), itemsize(self.out_dtype)
-        sent = p.ways(p.exchange) * p.capacity * p.page
-        carried = self.transport.collectives(p.exchange, p.ways(p.exchange), sent * item, sent * out)
-        if not p.free:
-            return carried
-        ways = p.ways(p.free)
-        gathered = Collective("all-gather", p.free, ways, ways * p.returned * p.page * out, "updates to replicas")
-        return (*carried, gathered)
+        return (*self.carrier.collectives(self.traffic), *self.traffic.share())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,28 +91,28 @@ class MeshPlan:
     @functools.cached_property
     def flops(self) -> np.ndarray:
         """NS FLOPs that each device executes, [devices]."""
-        return self._load("slots", "flops")
-
-    @functools.cached_property
-    def useful_flops(self) -> np.ndarray:
-        """NS FLOPs of the matrices each device owns, [devices]: `flops` less what merged programs compute in vain."""
-        return self._load("counts", "flops")
+        return self._load("flops")
 
     @functools.cached_property
     def load(self) -> np.ndarray:
         """Work of each device, [devices]: FLOPs weighted by how fast each product runs; what is balanced."""
-        return self._load("slots", "cost")
+        return self._load("cost")
 
-    @functools.cached_property
-    def useful_load(self) -> np.ndarray:
-        """`load` less what merged programs compute in vain, [devices]."""
-        return self._load("counts", "cost")
+    def total(self, field: str) -> int:
+        """FLOPs ('flops') or work ('cost') of all matrices of the mesh, each counted once."""
+        total = 0
+        for domain in self.domains:
+            layout = self.leaves[domain.leaves[0]].layout
+            copies = domain.packing.ways(domain.packing.rows) // domain.packing.ways(layout.batch_axes)
+            counts = np.array(domain.packing.counts, np.int64).sum(0)
+            total += sum(int(n) * getattr(w, field) for n, w in zip(counts, self.works(domain), strict=True)) // copies
+        return total
 
-    def _load(self, matrices: str, field: str) -> np.ndarray:
+    def _load(self, field: str) -> np.ndarray:
         load = np.zeros(self.devices, np.int64)
         for domain in self.domains:
             each = np.array([getattr(work, field) for work in self.works(domain)], np.int64)
-            load += np.array(getattr(domain.packing, matrices), np.int64).reshape(self.devices, -1) @ each
+            load += np.array(domain.packing.slots, np.int64).reshape(self.devices, -1) @ each
         return load
 
     @property
@@ -151,7 +122,7 @@ class MeshPlan:
         for domain in self.domains:
             p, item, out = domain.packing, itemsize(domain.dtype), itemsize(domain.out_dtype)
             pool, sent = p.pool_pages * p.page, p.ways(p.exchange) * p.capacity * p.page
-            gathered = p.ways(p.free) * p.returned * p.page if p.free else 0
+            gathered = p.ways(p.shared) * p.returned * p.page if p.shared else 0
             going += (pool + 2 * sent) * item
             working += sent * (item + out)
             coming += (2 * sent + gathered) * out  # unpacking ends in the updates, which are no temporaries
@@ -189,12 +160,12 @@ class Plan:
     @property
     def total_flops(self) -> int:
         """NS FLOPs of all matrices, each counted once."""
-        return sum(int(part.useful_flops.sum()) for part in self.parts)
+        return sum(part.total("flops") for part in self.parts)
 
     @property
     def balance(self) -> float:
         """Ideal over busiest: 1 when every device of the mesh works equally long, none in vain."""
-        return self._least(lambda part: int(part.useful_load.sum()) / part.devices)
+        return self._least(lambda part: part.total("cost") / part.devices)
 
     @property
     def efficiency(self) -> float:
@@ -222,8 +193,42 @@ class Plan:
         return max((part.peak_bytes for part in self.parts), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain Python values, for `json.dumps`."""
-        return report.to_json(self)
+        """The plan as plain Python values, for `json.dumps`: figures to read, and under 'plan' the exact record."""
+        from muon_shard import serialize  # it imports this module
+
+        return {**report.to_json(self), "plan": serialize.to_record(self)}
+
+    @staticmethod
+    def from_json(given: Mapping[str, Any] | str) -> "Plan":
+        """The plan that `to_json` wrote, from its values or their JSON text; equal to the one written.
+
+        Raises:
+            ValueError: no plan, another version, or a plan that runs a user's function, which JSON cannot hold.
+        """
+        from muon_shard import serialize  # it imports this module
+
+        return serialize.from_json(given)
+
+    def plot(self, path_or_ax: Any = None) -> Any:
+        """Draws the work of every device, and the bytes it receives over each mesh axis.
+
+        Args:
+            path_or_ax: a file to write (its suffix decides the format), or a matplotlib `Axes` for the work alone.
+
+        Returns:
+            The matplotlib `Figure`.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        try:
+            from muon_shard.plot import draw
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("matplotlib"):
+                raise
+            message = "Plan.plot needs matplotlib. Consider pip install 'muon_shard[plot]'."
+            raise ModuleNotFoundError(message, name=error.name) from error
+        return draw(self, path_or_ax)
 
     def __str__(self) -> str:
         return report.to_text(self)

@@ -7,16 +7,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from muon_shard import assign, programs
+from muon_shard import assign, domains, programs
+from muon_shard.choose import Choice
 from muon_shard.cost import choose_page
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
 from muon_shard.layout import Kind, MeshAxes, make_layout
 from muon_shard.newton_schulz import make_orthogonalizer, narrowed
-from muon_shard.newton_schulz.forms import platform_of
+from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.packing import Packing, device_index
-from muon_shard.plan import Domain, MeshPlan, Plan, PlannedLeaf, PlanOptions, itemsize
-from muon_shard.shardings import Memory, Placement, Shardings, place_leaves, platform
+from muon_shard.plan import Domain, MeshPlan, Plan, PlannedLeaf, itemsize
+from muon_shard.presets import resolve
+from muon_shard.shardings import Memory, Placement, Shardings, place_leaves
+from muon_shard.topology import Topology
+from muon_shard.transports import TRANSPORTS
 
 
 def make_plan(
@@ -85,8 +89,8 @@ def plan_meshes(
             )
             for i in indices
         )
-        runs_on = platform(mesh)
-        plan = plan_mesh(leaves, axes, orthogonalizer.on(runs_on), platform_of(runs_on).flops_per_byte, options)
+        topology = resolve(options.topology, mesh, axes)
+        plan = plan_mesh(leaves, axes, orthogonalizer.on(topology.platform), topology, options)
         plans.append((mesh, tuple(indices), plan))
     return plans
 
@@ -96,38 +100,36 @@ def plan_mesh(
     leaves: tuple[PlannedLeaf, ...],
     mesh_axes: MeshAxes,
     orthogonalizer: Orthogonalizer,
-    flops_per_byte: int,
+    topology: Topology,
     options: PlanOptions,
 ) -> MeshPlan:
     """Domains, owners, programs and pages of the leaves on one mesh. Cached: every trace asks again."""
-    groups = _group(leaves)
-    jobs, workers, kinds = _jobs(leaves, groups, mesh_axes, orthogonalizer)
-    counts = programs.place(assign.balance(jobs, workers, flops_per_byte), jobs, workers)
+    groups = domains.group(leaves)
+    choices = domains.choices(leaves, groups, mesh_axes, orthogonalizer, topology, options)
+    jobs, workers, kinds = _jobs(leaves, groups, choices, mesh_axes, orthogonalizer)
+    counts = assign.balance(jobs, workers, domains.flops_per_byte(leaves, topology))
+    counts = domains.repeat(
+        programs.place(counts, jobs, workers), [job.domain for job in jobs], choices, leaves, groups
+    )
     kind_counts = tuple(tuple(count for _, count in k) for k in kinds)
     owned = programs.deal(counts, kind_counts, workers, jobs)
+    owner_domain = [job.domain for job, k in zip(jobs, kinds, strict=True) for _ in k]
+    owned = domains.repeat(owned, owner_domain, choices, leaves, groups)
     costs = [job.flops for job, k in zip(jobs, kinds, strict=True) for _ in k]
     slots = programs.merge(owned, costs, options.max_programs)
-    domains, at = [], 0
+    planned, at = [], 0
     for d, members in enumerate(groups):
         mine = tuple(kind for job, k in zip(jobs, kinds, strict=True) if job.domain == d for kind, _ in k)
         here = slice(at, at + len(mine))
         at += len(mine)
-        domains.append(_domain(leaves, members, mine, owned[:, here], slots[:, here], mesh_axes))
-    return MeshPlan(mesh_axes, leaves, tuple(domains), orthogonalizer, assign.lower_bound(jobs, workers))
-
-
-def _group(leaves: Sequence[PlannedLeaf]) -> list[tuple[int, ...]]:
-    """Leaves of each domain, in order of first appearance."""
-    groups: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        key = (leaf.layout.exchange, leaf.layout.batch_axes, leaf.layout.free, leaf.dtype, leaf.out_dtype)
-        groups.setdefault(key, []).append(i)
-    return [tuple(members) for members in groups.values()]
+        planned.append(_domain(leaves, members, choices[d], mine, owned[:, here], slots[:, here], mesh_axes))
+    return MeshPlan(mesh_axes, leaves, tuple(planned), orthogonalizer, assign.lower_bound(jobs, workers))
 
 
 def _jobs(
     leaves: Sequence[PlannedLeaf],
     groups: Sequence[tuple[int, ...]],
+    choices: Sequence[Choice],
     mesh_axes: MeshAxes,
     orthogonalizer: Orthogonalizer,
 ) -> tuple[list[assign.Job], list[assign.Workers], list[tuple[tuple[Kind, int], ...]]]:
@@ -138,10 +140,11 @@ def _jobs(
     jobs, workers, kinds = [], [], []
     for d, members in enumerate(groups):
         first = leaves[members[0]].layout
-        row, size = device_index(mesh_axes, first.batch_axes), itemsize(leaves[members[0]].dtype)
+        row, size = device_index(mesh_axes, domains.rows_over(first, choices[d])), itemsize(leaves[members[0]].dtype)
         rows = np.argsort(row, kind="stable").reshape(int(row.max()) + 1, -1)
-        replica = device_index(mesh_axes, first.free)
-        workers.append(assign.Workers(rows, replica, bool(first.exchange or first.free)))
+        replica = device_index(mesh_axes, choices[d].shared)
+        travels = not TRANSPORTS[choices[d].transport].repeats and bool(first.exchange or choices[d].shared)
+        workers.append(assign.Workers(rows, replica, travels))
         classes: dict[tuple[int, int], dict[Kind, int]] = {}
         for i in members:
             layout = leaves[i].layout
@@ -158,6 +161,7 @@ def _jobs(
 def _domain(
     leaves: Sequence[PlannedLeaf],
     members: tuple[int, ...],
+    choice: Choice,
     kinds: tuple[Kind, ...],
     counts: np.ndarray,
     slots: np.ndarray,
@@ -171,16 +175,16 @@ def _domain(
     packing = Packing(
         mesh_axes,
         layouts[0].exchange,
-        layouts[0].batch_axes,
-        layouts[0].free,
+        domains.rows_over(layouts[0], choice),
+        choice.shared,
         choose_page(blocks),
         kinds,
         tuple((number[layout.kind], layout.count) for layout in layouts),
-        _rows(counts),
-        _rows(slots),
+        _tuples(counts),
+        _tuples(slots),
     )
-    return Domain(members, leaves[members[0]].dtype, leaves[members[0]].out_dtype, packing)
+    return Domain(members, leaves[members[0]].dtype, leaves[members[0]].out_dtype, packing, choice)
 
 
-def _rows(array: np.ndarray) -> tuple[tuple[int, ...], ...]:
+def _tuples(array: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, row)) for row in array.tolist())

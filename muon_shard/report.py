@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from muon_shard.choose import Alternative
     from muon_shard.labels import Route
     from muon_shard.plan import Domain, MeshPlan, Plan
 
@@ -72,14 +73,14 @@ def _group(part: MeshPlan, domain: Domain, members: list[int]) -> Group:
         str(leaf.layout),
         leaf.layout.shape,
         matrices,
-        domain.transport.name,
+        domain.choice.transport,
         int((owned > 0).sum()),
         int(owned[owned > 0].min(initial=owned.max())),
         int(owned.max()),
         work.form,
         matrices * work.flops,
         received * pages // packing.pool_pages,
-        domain.why,
+        domain.choice.why,
         leaf.source,
     )
 
@@ -134,15 +135,14 @@ def to_text(plan: Plan) -> str:
 
 
 def _summary(part: MeshPlan) -> Iterable[str]:
-    total, most = int(part.useful_flops.sum()), int(part.flops.max())
+    most = int(part.load.max())
     mesh = " × ".join(f"{name} {size}" for name, size in part.mesh_axes) or "one device"
     matrices = sum(leaf.layout.matrices for leaf in part.leaves)
     what = f"{matrices:,} {'matrix' if matrices == 1 else 'matrices'} in {_plural(len(part.leaves), 'leaf', 'leaves')}"
     yield f"Muon plan: {what} on {_plural(part.devices, 'device')} ({mesh})"
-    ideal = total / part.devices
     yield (
-        f"NS FLOPs   {_count(total)} in all, {_count(most)} on the busiest device: balance {ideal / most:.1%}, "
-        f"{part.bound / most:.1%} of the best possible"
+        f"NS FLOPs   {_count(part.total('flops'))} in all, {_count(int(part.flops.max()))} on the busiest device: "
+        f"balance {part.total('cost') / part.devices / most:.1%}, {part.bound / most:.1%} of the best possible"
     )
     yield (
         f"programs   {len(part.programs)} compiled for {_plural(part.devices, 'device')}; temporaries about "
@@ -153,6 +153,21 @@ def _summary(part: MeshPlan) -> Iterable[str]:
         yield f"collective {c.kind} over {'+'.join(c.axes)} ({c.ways}): {_bytes(c.received)} received, {c.purpose}"
     if not collectives:
         yield "collective none"
+    for domain in part.domains:
+        yield from _alternatives(part, domain)
+
+
+def _alternatives(part: MeshPlan, domain: Domain) -> Iterable[str]:
+    """What else was weighed for a domain, cheapest first, with estimates of the domain alone."""
+    name, choice = part.leaves[domain.leaves[0]].path, domain.choice
+    best: dict[str, Alternative] = {}
+    for a in sorted(choice.alternatives, key=lambda a: a.seconds):
+        if not a.refused:
+            best.setdefault(a.transport, a)
+    if len(best) < 2:
+        return
+    told = "; ".join(f"{t} {_seconds(a.seconds)}" for t, a in best.items())
+    yield f"estimates  {common_name([name])} and alike: {told}"
 
 
 def _table(rows: Sequence[Group]) -> Table:
@@ -222,6 +237,12 @@ def _count(value: float) -> str:
     """1.23e15 as '1.23 P'."""
     power = min(int(math.log10(max(value, 1)) // 3), 6)
     return f"{value / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P', 'E'][power]}".rstrip()
+
+
+def _seconds(value: float) -> str:
+    """0.00123 as '1.23 ms'."""
+    power = next(p for p in (0, 1, 2, 3) if value >= 1000**-p or p == 3)
+    return f"{value * 1000**power:.3g} {['s', 'ms', 'µs', 'ns'][power]}"
 
 
 def _bytes(value: float) -> str:

@@ -16,8 +16,8 @@ from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.execute import execute, reshard_typed
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route, warn_of_doubts
 from muon_shard.newton_schulz import coefficients, make_orthogonalizer, narrowed
+from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
-from muon_shard.plan import PlanOptions
 from muon_shard.planner import plan_meshes
 from muon_shard.shardings import Memory, Shardings, concrete_sharding, mesh_of, place_leaves
 

@@ -12,8 +12,8 @@ def travel(packing):
     """Sends page numbers through the tables of one domain; what each device gets back, what owners received."""
     tables, devices = packing.tables, np.prod([s for _, s in packing.mesh_axes], dtype=int)
     row, replica, peer = (
-        packing.index(packing.batch),
-        packing.index(packing.free),
+        packing.index(packing.rows),
+        packing.index(packing.shared),
         packing.index(packing.exchange),
     )
     at = {(b, r, e): d for d, (b, r, e) in enumerate(zip(row, replica, peer, strict=True))}
@@ -25,7 +25,7 @@ def travel(packing):
     mine = {d: back[d].reshape(-1)[tables.compact[row[d], replica[d]]] for d in range(devices)}
     results = {}
     for d in range(devices):
-        gathered = np.concatenate([mine[at[row[d], r, peer[d]]] for r in range(packing.ways(packing.free))])
+        gathered = np.concatenate([mine[at[row[d], r, peer[d]]] for r in range(packing.ways(packing.shared))])
         results[d] = gathered[tables.back[row[d]]]
     return results, received
 

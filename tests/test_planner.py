@@ -23,11 +23,15 @@ def abstract(mesh, leaves, dtype="float32"):
 @pytest.mark.parametrize("name", CASES)
 def test_every_matrix_has_one_owner_in_its_row(name):
     case = CASES[name]
-    plan = muon_shard.make_plan(case.abstract(case.make_mesh()), muon_weight_dimension_numbers=case.dims)
+    plan = muon_shard.make_plan(
+        case.abstract(case.make_mesh()),
+        muon_weight_dimension_numbers=case.dims,
+        options=muon_shard.PlanOptions(dedup_axes="all"),
+    )
     for part in plan.parts:
         for domain in part.domains:
             packing = domain.packing
-            row, counts = packing.index(packing.batch), np.array(packing.counts)
+            row, counts = packing.index(packing.rows), np.array(packing.counts)
             for kind in range(len(packing.kinds)):
                 per_row = np.bincount(row, weights=counts[:, kind])
                 assert (per_row == sum(count for k, count in packing.leaves if k == kind)).all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import collections
 import statistics
 import time
 from collections.abc import Mapping
@@ -13,17 +13,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from muon_shard import hlo
 from muon_shard.demo.sharding import state_shardings
 
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
-# An instruction reads `%name = type opcode(operands)`; of an asynchronous pair only `-start` is counted.
-_INSTRUCTION = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 
 
-def count_collectives(hlo: str) -> dict[str, int]:
-    """How often each collective stands in the text of a compiled module."""
-    found = _INSTRUCTION.findall(hlo)
-    return {name: found.count(name) for name in COLLECTIVES}
+def count_collectives(text: str) -> dict[str, int]:
+    """How often each collective stands in the text of a compiled module; once where it stands in a loop."""
+    found = collections.Counter(f.kind for f in hlo.collectives(text))
+    return {name: found[name] for name in COLLECTIVES}
 
 
 def init_state(tx: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:

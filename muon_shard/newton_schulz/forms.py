@@ -75,15 +75,14 @@ class Form:
 
     @property
     def name(self) -> str:
-        """'direct' or 'gram', 'sym' where products are Hermitian by blocks, and the restarts of the Gram form."""
-        parts = ["direct" if self.direct else "gram"]
+        """'direct' or 'gram', with its segments if more than one, 'sym' for products by blocks, 'half' or 'split'."""
+        count = "" if self.direct or len(self.segments) == 1 else f"/{len(self.segments)}"
+        parts = ["direct" if self.direct else f"gram{count}"]
         if self.blocks > 1:
             parts.append("sym")
-        if not self.direct and len(self.segments) > 1:
-            parts.append("restart")
         if self.products.name in ("half", "split"):
             parts.append(self.products.name)
-        return "+".join(parts)
+        return " ".join(parts)
 
     def square_products(self) -> int:
         """Products of two m×m matrices."""

@@ -1,31 +1,72 @@
-"""The three faces of a transport: why it cannot serve a domain, what it costs, its code under `shard_map`."""
+"""The faces of a transport: why it cannot serve a domain, what it costs, its code under `shard_map`."""
 
 import abc
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from muon_shard.cost import Collective
+from muon_shard.cost import Collective, Traffic
+from muon_shard.layout import MeshAxes
 
 
 class Transport(abc.ABC):
-    """Moves buffers between the devices of a domain, over its exchange axes."""
+    """Moves pages between the devices of a domain, over its exchange axes.
+
+    Under `shard_map`, `bring` has the pool of this device, [pool pages, page], and the table of pages for each peer,
+    [peers, capacity], the same on all peers; it returns [peers, capacity · page], row p from peer p. `back` takes
+    results of that form, row p for peer p, and returns them with row p from owner p.
+    """
 
     name: str
+    repeats: bool = False
+    """Every device computes every matrix of its domain: there are no owners, and nothing is sent back."""
 
     @abc.abstractmethod
-    def refuses(self, exchange: tuple[str, ...]) -> str:
+    def refuses(self, exchange: MeshAxes) -> str:
         """Why this transport cannot serve a domain with these exchange axes; '' if it can."""
 
     @abc.abstractmethod
     def why(self, exchange: tuple[str, ...], batch: tuple[str, ...]) -> str:
-        """Why it serves a domain with these exchange and batch axes, in a few words for the plan's table."""
+        """How it serves a domain with these exchange and batch axes, in a few words for the plan's table."""
 
     @abc.abstractmethod
-    def collectives(
-        self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int
-    ) -> tuple[Collective, ...]:
-        """What the compiled module will hold for buffers of these sizes in bytes (all peers together)."""
+    def collectives(self, traffic: Traffic) -> tuple[Collective, ...]:
+        """What the compiled module will hold for the way in and the way back."""
 
     @abc.abstractmethod
-    def carry(self, buffer: jax.Array, exchange: tuple[str, ...]) -> jax.Array:
-        """Under `shard_map`: buffer [peers, elements], row p for peer p → row p from peer p. Its own inverse."""
+    def bring(self, pool: jax.Array, table: Any, exchange: MeshAxes) -> jax.Array:
+        """Matrices to their owners."""
+
+    @abc.abstractmethod
+    def back(self, results: jax.Array, exchange: MeshAxes) -> jax.Array:
+        """Results to the devices whose shards they are."""
+
+
+class Exchanging(Transport):
+    """A transport that sends each peer its own pages; the way back is the way there."""
+
+    @abc.abstractmethod
+    def carry(self, buffer: jax.Array, exchange: MeshAxes) -> jax.Array:
+        """Buffer [peers, elements], row p for peer p → row p from peer p."""
+
+    def bring(self, pool: jax.Array, table: Any, exchange: MeshAxes) -> jax.Array:
+        return self.carry(take_pages(pool, table).reshape(table.shape[0], -1), exchange)
+
+    def back(self, results: jax.Array, exchange: MeshAxes) -> jax.Array:
+        return self.carry(results, exchange)
+
+
+def names(axes: MeshAxes) -> tuple[str, ...]:
+    """Names of mesh axes."""
+    return tuple(name for name, _ in axes)
+
+
+def take_pages(pages: jax.Array, table: Any) -> jax.Array:
+    """Rows of `pages` by a table whose entries all exist; a slice where the table is static and lists neighbours."""
+    if isinstance(table, np.ndarray):
+        table = table.reshape(-1)
+        if (table == table[0] + np.arange(table.size)).all():
+            return pages[table[0] : table[0] + table.size]
+    return jnp.take(pages, table.reshape(-1), axis=0, mode="clip")

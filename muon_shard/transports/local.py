@@ -2,25 +2,24 @@
 
 import jax
 
-from muon_shard.cost import Collective
-from muon_shard.transports.base import Transport
+from muon_shard.cost import Collective, Traffic
+from muon_shard.layout import MeshAxes
+from muon_shard.transports.base import Exchanging, names
 
 
-class Local(Transport):
+class Local(Exchanging):
     """Owners already hold their matrices whole."""
 
     name = "local"
 
-    def refuses(self, exchange: tuple[str, ...]) -> str:
-        return f"matrices are scattered over {exchange}" if exchange else ""
+    def refuses(self, exchange: MeshAxes) -> str:
+        return f"matrices are scattered over {'+'.join(names(exchange))}" if exchange else ""
 
     def why(self, exchange: tuple[str, ...], batch: tuple[str, ...]) -> str:
         return f"apart over {'+'.join(batch)}" if batch else "whole on each device"
 
-    def collectives(
-        self, exchange: tuple[str, ...], ways: int, bytes_in: int, bytes_out: int
-    ) -> tuple[Collective, ...]:
+    def collectives(self, traffic: Traffic) -> tuple[Collective, ...]:
         return ()
 
-    def carry(self, buffer: jax.Array, exchange: tuple[str, ...]) -> jax.Array:
+    def carry(self, buffer: jax.Array, exchange: MeshAxes) -> jax.Array:
         return buffer

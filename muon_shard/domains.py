@@ -1,0 +1,122 @@
+"""Which leaves travel together, how, and which devices divide their work."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from muon_shard import assign
+from muon_shard.choose import Choice, Question, choose
+from muon_shard.errors import Offence, raise_for_leaves
+from muon_shard.layout import Layout, MeshAxes
+from muon_shard.newton_schulz.forms import platform_of
+from muon_shard.newton_schulz.products import is_narrow
+from muon_shard.options import PlanOptions
+from muon_shard.orthogonalizer import Orthogonalizer
+from muon_shard.plan import PlannedLeaf, itemsize
+from muon_shard.topology import Topology
+from muon_shard.transports import TRANSPORTS
+
+
+def group(leaves: Sequence[PlannedLeaf]) -> list[tuple[int, ...]]:
+    """Leaves of each domain, in order of first appearance."""
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        key = (leaf.layout.exchange, leaf.layout.batch_axes, leaf.layout.free, leaf.dtype, leaf.out_dtype)
+        groups.setdefault(key, []).append(i)
+    return [tuple(members) for members in groups.values()]
+
+
+def choices(
+    leaves: Sequence[PlannedLeaf],
+    groups: Sequence[tuple[int, ...]],
+    mesh_axes: MeshAxes,
+    orthogonalizer: Orthogonalizer,
+    topology: Topology,
+    options: PlanOptions,
+) -> list[Choice]:
+    """How each domain travels.
+
+    Raises:
+        ValueError: listing the domains for which a pinned option cannot be met, or axes the mesh does not have.
+    """
+    unknown = set(options.dedup_axes) - {name for name, _ in mesh_axes}
+    if not isinstance(options.dedup_axes, str) and unknown:
+        have = ", ".join(name for name, _ in mesh_axes)
+        raise ValueError(
+            f"PlanOptions: dedup_axes names {', '.join(sorted(unknown))}; the mesh has {have or 'no axes'}."
+        )
+    sizes, found, offences = dict(mesh_axes), [], []
+    for members in groups:
+        first, layout = leaves[members[0]], leaves[members[0]].layout
+        works = {leaves[i].layout.kind: 0 for i in members}
+        for i in members:
+            works[leaves[i].layout.kind] += leaves[i].layout.count
+        costs = {kind: orthogonalizer.work(*kind.canonical, first.dtype).cost for kind in works}
+        question = Question(
+            tuple((name, sizes[name]) for name in layout.exchange),
+            layout.batch_axes,
+            tuple((name, sizes[name]) for name in layout.free),
+            sum(kind.elements * count for kind, count in works.items()),
+            itemsize(first.dtype),
+            itemsize(first.out_dtype),
+            sum(costs[kind] * count for kind, count in works.items()),
+            max(costs.values()),
+        )
+        choice = choose(question, topology, rate(first.dtype, topology), options)
+        if isinstance(choice, str):
+            offences.append(Offence(first.path, choice, layout.shape, first.dtype))
+        else:
+            found.append(choice)
+    raise_for_leaves("PlanOptions", "cannot travel as asked", offences, "Consider transport='auto'.")
+    return found
+
+
+def rate(dtype: str, topology: Topology) -> float:
+    """FLOP/s that one device reaches on products of this dtype."""
+    platform = platform_of(topology.platform)
+    return topology.flops * topology.achieved * (1 if is_narrow(dtype) else platform.default / platform.narrow)
+
+
+def flops_per_byte(leaves: Sequence[PlannedLeaf], topology: Topology) -> int:
+    """FLOPs in the time in which one byte crosses the slowest axis that any matrix crosses."""
+    axes = {axis for leaf in leaves for axis in leaf.layout.exchange}
+    if not axes:
+        return assign.FLOPS_PER_BYTE
+    slowest = min(topology.link(axis).bandwidth for axis in axes) * topology.achieved
+    return max(1, round(rate(leaves[0].dtype, topology) / slowest))
+
+
+def rows_over(layout: Layout, choice: Choice) -> tuple[str, ...]:
+    """Axes whose devices own matrices independently: batch axes, and those over which work is repeated."""
+    if TRANSPORTS[choice.transport].repeats:
+        return tuple(name for name, _ in layout.mesh_axes)
+    repeated = set(layout.free) - set(choice.shared)
+    return tuple(name for name, _ in layout.mesh_axes if name in layout.batch_axes or name in repeated)
+
+
+def repeat(
+    counts: np.ndarray,
+    domain_of: Sequence[int],
+    choices: Sequence[Choice],
+    leaves: Sequence[PlannedLeaf],
+    groups: Sequence[tuple[int, ...]],
+) -> np.ndarray:
+    """Replicas that repeat work get the same of it, so that they stay equal bit for bit.
+
+    `counts` [devices, classes]; each class has its domain. Devices along a repeated axis copy the first of them.
+    """
+    counts = counts.copy()
+    for d, (members, choice) in enumerate(zip(groups, choices, strict=True)):
+        layout = leaves[members[0]].layout
+        repeated = set(rows_over(layout, choice)) - set(layout.batch_axes) - set(layout.exchange)
+        if not repeated:
+            continue
+        shape = tuple(size for _, size in layout.mesh_axes)
+        first = np.arange(len(counts)).reshape(shape)[
+            tuple(slice(0, 1) if name in repeated else slice(None) for name, _ in layout.mesh_axes)
+        ]
+        first = np.broadcast_to(first, shape).reshape(-1)
+        columns = np.array(domain_of) == d
+        counts[:, columns] = counts[first][:, columns]
+    return counts

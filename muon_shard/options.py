@@ -1,0 +1,45 @@
+"""All that steers a plan, in one frozen record."""
+
+import dataclasses
+
+from muon_shard.newton_schulz.forms import METHODS
+from muon_shard.topology import Topology
+from muon_shard.transports import TRANSPORTS
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """What a user may pin; 'auto' decides by cost.
+
+    Attributes:
+        topology: the hardware: a preset's name such as 'tpu-v5p', a `Topology`, or 'auto' for what the mesh's devices
+            tell.
+        transport: how scattered matrices travel, one of `muon_shard.transports.TRANSPORTS`, for all domains.
+        dedup_axes: replicating mesh axes over which work is shared: 'all', a tuple of names, or 'auto' for those where
+            the compute saved is worth the gather of results.
+        ns_method: form of Newton–Schulz: 'auto' takes the cheapest for each shape, 'direct' or 'gram' insist.
+        max_programs: bounds how many different device programs are compiled (compile time grows with it); when the
+            assignment needs more, programs are merged and the FLOPs this costs show in `Plan.balance`.
+    """
+
+    topology: str | Topology = "auto"
+    transport: str = "auto"
+    dedup_axes: str | tuple[str, ...] = "auto"
+    ns_method: str = "auto"
+    max_programs: int = 32
+
+    def __post_init__(self) -> None:
+        if self.transport not in ("auto", *TRANSPORTS):
+            raise ValueError(
+                f"PlanOptions: unknown transport {self.transport!r}; known: {', '.join(('auto', *TRANSPORTS))}."
+            )
+        if isinstance(self.dedup_axes, str) and self.dedup_axes not in ("auto", "all"):
+            raise ValueError(
+                f"PlanOptions: dedup_axes must be 'auto', 'all' or a tuple of mesh axes, got {self.dedup_axes!r}."
+            )
+        if not isinstance(self.dedup_axes, str):
+            object.__setattr__(self, "dedup_axes", tuple(self.dedup_axes))
+        if self.ns_method not in METHODS:
+            raise ValueError(f"PlanOptions: unknown ns_method {self.ns_method!r}; known: {', '.join(METHODS)}.")
+        if self.max_programs < 1:
+            raise ValueError(f"PlanOptions: max_programs must be at least 1, got {self.max_programs}.")
