@@ -8,6 +8,7 @@ from muon_shard.options import PlanOptions as PlanOptions
 from muon_shard.orthogonalizer import CustomOrthogonalizer as CustomOrthogonalizer
 from muon_shard.plan import Plan as Plan
 from muon_shard.planner import make_plan as make_plan
+from muon_shard.simulate import simulate as simulate
 from muon_shard.topology import Link as Link
 from muon_shard.topology import Topology as Topology
 from muon_shard.transform import muon as muon

@@ -117,7 +117,7 @@ def audit(compiled: Compiled | str, plan: Plan | Mapping[str, Any], baseline: Co
 
     Args:
         compiled: `jax.jit(tx.update).lower(…).compile()`, or the text of the module.
-        plan: what `make_plan` gave for the same parameters, or its `to_json()`.
+        plan: what `make_plan` gave for the same parameters and arguments (`ns_steps` shifts work), or its `to_json()`.
         baseline: a module, compiled or as text, of the same step without Muon; its collectives do not count.
 
     Raises:

@@ -64,6 +64,11 @@ class _Instruction:
         return kind if kind in KINDS else ""
 
     @property
+    def unquoted(self) -> str:
+        """Its attributes without strings: metadata may quote anything."""
+        return _STRING.sub("", self.attributes)
+
+    @property
     def result(self) -> str:
         """The type of its result, also where the type of a `-start` is (operands, results, contexts…)."""
         parts = top_level(self.type[1:-1]) if self.opcode.endswith("-start") and self.type.startswith("(") else []
@@ -75,11 +80,6 @@ class _Instruction:
 
 _Computations = dict[str, list[_Instruction]]
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-
-
-def _unquoted(i: _Instruction) -> str:
-    """Attributes without strings: metadata may quote anything."""
-    return _STRING.sub("", i.attributes)
 
 
 def collectives(text: str) -> tuple[Found, ...]:
@@ -95,11 +95,9 @@ def collectives(text: str) -> tuple[Found, ...]:
     found = []
     for name, body in computations.items():
         count, certain = runs[name]
-        for i, kind, result in _fused(name, body) if name in fused else _plain(body):
-            if count:
-                groups = parse_groups(_unquoted(i))
-                found.append(Found(kind, groups, type_bytes(result), count, i.name, certain))
-    return tuple(found)
+        for i, kind, result in _held(name, body, name in fused):
+            found.append(Found(kind, parse_groups(i.unquoted), type_bytes(result), count, i.name, certain))
+    return tuple(f for f in found if f.count)
 
 
 def device_count(text: str) -> int:
@@ -117,25 +115,21 @@ def device_count(text: str) -> int:
     return math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", header[0]))
 
 
-def _plain(body: list[_Instruction]) -> Iterator[tuple[_Instruction, str, str]]:
-    """The collectives of a computation: instruction, kind, type of the result."""
-    return ((i, i.kind, i.result) for i in body if i.kind)
+def _held(name: str, body: list[_Instruction], fused: bool) -> Iterator[tuple[_Instruction, str, str]]:
+    """The collectives of a computation: instruction, kind, type of the result.
 
-
-def _fused(name: str, body: list[_Instruction]) -> Iterator[tuple[_Instruction, str, str]]:
-    """The collectives of a fusion's computation, where TPU repeats and disguises them.
-
-    An asynchronous collective is spread over a chain of fusions, from AsyncCollectiveStart to AsyncCollectiveDone, and
-    stands in each of them: it counts in the first. A reduce-scatter is a fusion `all-reduce-scatter` of an all-reduce
-    and a slice.
+    TPU repeats and disguises them in fusions. An asynchronous one stands in a chain of fusions, from
+    AsyncCollectiveStart to AsyncCollectiveDone, and counts in the first. A reduce-scatter is a fusion
+    `all-reduce-scatter` of an all-reduce and a slice.
     """
     starts = any('custom_call_target="AsyncCollectiveStart"' in i.attributes for i in body)
-    for i, kind, result in _plain(body):
-        if "chain_id=" in i.attributes and not starts:
+    for i in body:
+        if not i.kind or (fused and "chain_id=" in i.attributes and not starts):
             continue
-        if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
-            kind, result = "reduce-scatter", next((r.type for r in body if r.root), result)
-        yield i, kind, result
+        if fused and i.kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+            yield i, "reduce-scatter", next((r.type for r in body if r.root), i.result)
+        else:
+            yield i, i.kind, i.result
 
 
 # Computations and how often they run
@@ -170,9 +164,7 @@ def _runs(computations: _Computations) -> tuple[dict[str, tuple[int, bool]], set
 
 def _calls(i: _Instruction) -> list[tuple[str, str]]:
     """(attribute, computation) for everything an instruction calls."""
-    if "=" not in i.attributes:
-        return []
-    calls = _CALL.findall(_unquoted(i))
+    calls = _CALL.findall(i.unquoted)
     return [(key, name.strip().lstrip("%")) for key, many, one in calls for name in (many or one).split(",")]
 
 
@@ -188,35 +180,43 @@ def _times(i: _Instruction, attribute: str, here: list[_Instruction], computatio
 
 
 def _counted(loop: _Instruction, here: list[_Instruction], computations: _Computations) -> int | None:
-    """Turns of a loop `for i in range(start, stop, step)` of constants, which TPU modules do not note; else None."""
-    parts = {key: {i.name: i for i in computations.get(name, [])} for key, name in _calls(loop)}
-    test, last = (next((i for i in parts.get(key, {}).values() if i.root), None) for key in ("condition", "body"))
-    if not test or not last or test.opcode != "compare" or "direction=LT" not in _unquoted(test):
+    """Turns of a loop over range(start, stop, step) of constants, which TPU modules do not note; None for others."""
+    called = dict(_calls(loop))
+    condition, body = (computations.get(called.get(part, ""), []) for part in ("condition", "body"))
+    test, last = (next((i for i in part if i.root), None) for part in (condition, body))
+    first = _origin(names(loop.operands)[0], here)
+    if not (test and last and first and first.opcode == last.opcode == "tuple" and "direction=LT" in test.unquoted):
         return None
-    compared = names(test.operands)
-    counter = parts["condition"].get(compared[0])
-    element = re.search(r"\bindex=(\d+)", counter.attributes if counter else "")
-    first = {i.name: i for i in here}.get(names(loop.operands)[0])
-    if not element or not first or first.opcode != "tuple" or last.opcode != "tuple":
+    counter, bound = names(test.operands)
+    place = _element(counter, condition)
+    added = _origin(names(last.operands)[place], body) if place is not None else None
+    if place is None or not added or added.opcode != "add":
         return None
-    added = parts["body"].get(names(last.operands)[int(element[1])])
-    start = _constant(names(first.operands)[int(element[1])], here)
-    stop = _constant(compared[1], computations[dict(_calls(loop))["condition"]])
-    step = None
-    if added and added.opcode == "add":
-        step = _constant(names(added.operands)[1], list(parts["body"].values()))
-    if start is None or stop is None or not step or step < 1:
+    steps = [_constant(name, body) for name in names(added.operands) if _element(name, body) != place]
+    start, stop = _constant(names(first.operands)[place], here), _constant(bound, condition)
+    if start is None or stop is None or len(steps) != 1 or not steps[0] or steps[0] < 0:
         return None
-    return max(0, -(-(stop - start) // step))
+    return max(0, -(-(stop - start) // steps[0]))
+
+
+def _origin(name: str, body: list[_Instruction]) -> _Instruction | None:
+    """The instruction of this name, behind copies."""
+    named = {i.name: i for i in body}
+    while (i := named.get(name)) and i.opcode == "copy":
+        name = names(i.operands)[0]
+    return i
 
 
 def _constant(name: str, body: list[_Instruction]) -> int | None:
-    """The value of a constant, also of its copy."""
-    named = {i.name: i for i in body}
-    i = named.get(name)
-    while i and i.opcode == "copy":
-        i = named.get(names(i.operands)[0])
+    i = _origin(name, body)
     return int(i.operands) if i and i.opcode == "constant" and re.fullmatch(r"-?\d+", i.operands) else None
+
+
+def _element(name: str, body: list[_Instruction]) -> int | None:
+    """Which element of a tuple this is."""
+    i = _origin(name, body)
+    index = re.search(r"\bindex=(\d+)", i.attributes) if i and i.opcode == "get-tuple-element" else None
+    return int(index[1]) if index else None
 
 
 # Text
@@ -253,8 +253,8 @@ def _instruction(line: str) -> _Instruction | None:
     if end < 0 or opening < 0:
         return None
     close = _closing(line, opening)
-    opcode = line[end:opening].strip()
-    return _Instruction(head[2], line[start:end], opcode, line[opening + 1 : close - 1], line[close:], bool(head[1]))
+    operands, attributes = line[opening + 1 : close - 1], line[close:]
+    return _Instruction(head[2], line[start:end], line[end:opening].strip(), operands, attributes, bool(head[1]))
 
 
 def _closing(text: str, opening: int) -> int:

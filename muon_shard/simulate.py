@@ -1,0 +1,209 @@
+"""A plan's step on a machine nobody here needs to own: when each device packs, talks, computes and waits.
+
+    timeline = simulate(plan, 'ascend-a3')
+    print(timeline)                                # a table, one row per class of devices
+    timeline.plot()
+    timeline.save_trace('step.json')               # for ui.perfetto.dev or chrome://tracing
+
+The model, all phases one after the other as in `execute`: every device copies its shards into pages and sends them;
+an owner copies what it received into matrices, orthogonalizes them and copies the results out; all wait for the
+busiest; results return, are shared over replicas, and are copied into updates. Nothing overlaps, so every second of
+communication is exposed. A copy takes the bytes read and written over the bandwidth of the memory, a collective
+`collective_seconds`, a matrix the longer of its work over `domains.rate` and its bytes over the memory's bandwidth.
+Parts of a plan on disjoint meshes run side by side.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from muon_shard.cost import Collective
+from muon_shard.domains import rate
+from muon_shard.newton_schulz import NewtonSchulz
+from muon_shard.orthogonalizer import Adaptive, Orthogonalizer
+from muon_shard.plan import Domain, MeshPlan, Plan, itemsize
+from muon_shard.presets import resolve
+from muon_shard.timeline import Lane, Span, Timeline
+from muon_shard.topology import Topology, collective_seconds
+from muon_shard.transports import Gather
+
+TOGETHER = ("matrix", "leaf", "shape")
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A host that launches operation after operation, each `Topology.launch` seconds, and waits for each.
+
+    Nothing is fused: X ← aX + QX is a product and a sum, which reads and writes X once more.
+
+    Attributes:
+        operations: launches that one orthogonalization takes.
+        together: what one orthogonalization is: a 'matrix', a 'leaf' with all matrices that the device has of it, or
+            all matrices of a 'shape'. Collectives are launched leaf by leaf.
+    """
+
+    operations: int = 25
+    together: str = "matrix"
+
+    def __post_init__(self) -> None:
+        if self.operations < 0 or self.together not in TOGETHER:
+            raise ValueError(
+                f"Host: operations must be at least 0 and together one of {', '.join(TOGETHER)}; "
+                f"got {self.operations} and {self.together!r}."
+            )
+
+
+def simulate(plan: Plan, topology: str | Topology, *, host: Host | None = None) -> Timeline:
+    """When every device of a plan does what, on a machine.
+
+    Args:
+        plan: what is to be run. Owners and transports stay as planned; NS takes the forms of the machine's platform.
+        topology: the machine, as in `PlanOptions`.
+        host: a host that launches every operation on its own; None: one that is never late, as under `jit`.
+
+    Raises:
+        ValueError: for an unknown name, or listing all that is wrong with a topology.
+    """
+    lanes: list[Lane] = []
+    name = topology if isinstance(topology, str) else ""
+    for number, part in enumerate(plan.parts):
+        machine = resolve(topology, None, part.mesh_axes)
+        name = machine.name
+        on = dataclasses.replace(part, orthogonalizer=part.orthogonalizer.on(machine.platform))
+        lanes += _lanes(number, on, _Costs(machine, host))
+    return Timeline(tuple(lanes), name, plan.peak_bytes)
+
+
+def _lanes(number: int, part: MeshPlan, costs: "_Costs") -> Iterator[Lane]:
+    """One lane per program; before and after NS all devices of a part do the same."""
+    named = [(str(part.leaves[d.leaves[0]].layout), d) for d in part.domains]
+    before = [(phase, name, seconds(costs, domain)) for phase, seconds in _BEFORE for name, domain in named]
+    after = [(phase, name, seconds(costs, domain)) for phase, seconds in _AFTER for name, domain in named]
+    ns = np.stack([costs.ns(part, domain) for domain in part.domains], axis=1)
+    ready = sum(seconds for *_, seconds in before) + float(ns.sum(1).max())
+    program_of = np.array(part.program_of)
+    for program in range(len(part.programs)):
+        mine = np.flatnonzero(program_of == program)
+        # With a host, devices of one program may differ in how many leaves their matrices belong to.
+        device = int(mine[ns[mine].sum(1).argmax()])
+        work = [("NS", name, float(ns[device, d])) for d, (name, _) in enumerate(named)]
+        yield Lane(number, len(mine), device, (*_follow(0.0, before + work), *_follow(ready, after)))
+
+
+def _follow(start: float, steps: Iterable[tuple[str, str, float]]) -> Iterator[Span]:
+    """Spans one after the other, without the empty ones."""
+    for phase, name, seconds in steps:
+        if seconds:
+            yield Span(phase, name, start, seconds)
+            start += seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class _Costs:
+    """Seconds of one domain's phases on a machine."""
+
+    machine: Topology
+    host: Host | None
+
+    def pack(self, domain: Domain) -> float:
+        """Reads the shards; writes what is sent: the pages for each peer, or the pool where everyone gets all."""
+        t = domain.traffic
+        sent = t.pool if isinstance(domain.carrier, Gather) else t.peers * t.row
+        return self._copy((t.pool + sent) * t.item)
+
+    def exchange(self, domain: Domain) -> float:
+        found = [c for c in domain.carrier.collectives(domain.traffic) if not _returns(c)]
+        return self._talk(domain, found)
+
+    def assemble(self, domain: Domain) -> float:
+        """Received pages become whole matrices."""
+        t = domain.traffic
+        return self._copy(2 * t.peers * t.row * t.item)
+
+    def disassemble(self, domain: Domain) -> float:
+        """Results become pages."""
+        t = domain.traffic
+        return self._copy(2 * t.peers * t.row * t.out)
+
+    def back(self, domain: Domain) -> float:
+        found = [c for c in domain.carrier.collectives(domain.traffic) if _returns(c)]
+        return self._talk(domain, found)
+
+    def share(self, domain: Domain) -> float:
+        return self._talk(domain, domain.traffic.share())
+
+    def unpack(self, domain: Domain) -> float:
+        """Pages become updates; before replicas share, what each gives is compacted."""
+        t = domain.traffic
+        return self._copy(2 * (t.pool + (t.returned if t.shared else 0)) * t.out)
+
+    def ns(self, part: MeshPlan, domain: Domain) -> np.ndarray:
+        """Of each device, [devices]."""
+        flops, memory = rate(domain.dtype, self.machine), self.machine.hbm_bandwidth * self.machine.achieved
+        sums = 1 if self.host else 0
+        each = [
+            max(work.cost / flops, _ns_bytes(part.orthogonalizer, *kind.canonical, domain.dtype, sums) / memory)
+            for kind, work in zip(domain.packing.kinds, part.works(domain), strict=True)
+        ]
+        slots = np.array(domain.packing.slots, np.int64).reshape(part.devices, -1)
+        launched = _runs(domain, self.host.together) * self.host.operations if self.host else 0
+        return slots @ np.array(each) + launched * self.machine.launch
+
+    def _copy(self, size: float) -> float:
+        return size / (self.machine.hbm_bandwidth * self.machine.achieved)
+
+    def _talk(self, domain: Domain, collectives: Sequence[Collective]) -> float:
+        """A launched collective also pays its latency again; leaf by leaf, as often as there are leaves."""
+        sizes = dict(domain.packing.mesh_axes)
+        total = 0.0
+        for c in collectives:
+            total += c.count * collective_seconds(c.kind, c.axes, sizes, c.bytes / c.count, self.machine)
+            if self.host:
+                launches = len(domain.leaves)
+                idle = collective_seconds(c.kind, c.axes, sizes, 0, self.machine)
+                total += c.count * ((launches - 1) * idle + launches * self.machine.launch)
+        return total
+
+
+_BEFORE = (("pack", _Costs.pack), ("exchange", _Costs.exchange), ("unpack", _Costs.assemble))
+_AFTER = (
+    ("pack", _Costs.disassemble),
+    ("return", _Costs.back),
+    ("share", _Costs.share),
+    ("unpack", _Costs.unpack),
+)
+
+
+def _returns(collective: Collective) -> bool:
+    return collective.purpose.startswith("results")
+
+
+def _runs(domain: Domain, together: str) -> np.ndarray:
+    """How many orthogonalizations each device launches, [devices]."""
+    packing = domain.packing
+    slots = np.array(packing.slots, np.int64)
+    slots = slots.reshape(len(slots), -1)
+    if together == "matrix":
+        return slots.sum(1)
+    if together == "leaf":
+        return sum((packing.owned(i) > 0).astype(np.int64) for i in range(len(packing.leaves)))  # type: ignore
+    shapes = {kind.canonical: [] for kind in packing.kinds}
+    for k, kind in enumerate(packing.kinds):
+        shapes[kind.canonical].append(k)
+    return sum(slots[:, k].any(1).astype(np.int64) for k in shapes.values())  # type: ignore
+
+
+def _ns_bytes(orthogonalizer: Orthogonalizer, m: int, n: int, dtype: str, sums: int) -> int:
+    """Bytes read and written on one m×n matrix: by every product of the form, at least the matrix once each.
+
+    `sums`: m×n sums per segment that are operations of their own.
+    """
+    while isinstance(orthogonalizer, Adaptive):
+        orthogonalizer = orthogonalizer.inner
+    if not isinstance(orthogonalizer, NewtonSchulz):
+        return 2 * m * n * itemsize(dtype)
+    form = orthogonalizer.form(m, n, dtype)
+    # R = XXᵀ, the products among m×m matrices, X ← QX.
+    segment = (m * n + m * m) + (m * m + 2 * m * n) + sums * 3 * m * n
+    return (len(form.segments) * segment + form.square_products() * 3 * m * m) * itemsize(dtype)
