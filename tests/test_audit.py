@@ -36,8 +36,13 @@ def hsdp():
 
 # Modules compiled here
 
+LONG = ("one_device", "fsdp_cols", "replicated", "merged")  # compile longest for what they add
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CASES],
+)
 def test_the_update_of_every_layout_holds_what_the_plan_promises(name):
     text, plan = compiled_case(name)
     audited = audit(text, plan)
@@ -182,6 +187,12 @@ REDUCE = "f32[4] all-reduce a"
             [],
             "resized",
             "twice the bytes, as XLA on CPU widens bf16 to f32: all-gather.0, all-gather.1",
+        ),
+        (
+            ["f32[200] all-gather b", "f32[150] all-gather b", "f32[50] all-gather b"],
+            [],
+            "resized",
+            "800 B for 400 B: all-gather.1, all-gather.2",
         ),
         (["f32[200] all-gather b"], [], "missing", "1 fewer than planned"),
         ([], [], "missing", "not in the module"),

@@ -103,12 +103,20 @@ def test_loops_multiply():
     }
 
 
+def five_sums(x):
+    return lax.fori_loop(0, 5, lambda _, y: jnp.sin(lax.psum(y, "b")), x)
+
+
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
     def body(x):
         return lax.while_loop(lambda y: y.sum() < 100.0, lambda y: y + lax.psum(y, "a"), x)
 
     found = only(compiled_text(body))
     assert (found.count, found.certain) == (1, False)
+    within = only(compiled_text(lambda x: lax.fori_loop(0, 5, lambda _, y: jnp.sin(body(y)), x)))
+    assert (within.count, within.certain) == (5, False)
+    around = only(compiled_text(lambda x: lax.while_loop(lambda y: y.sum() < 100.0, five_sums, x)))
+    assert (around.count, around.certain) == (5, False)
 
 
 # Lines as CPU, GPU and TPU print them
@@ -285,12 +293,20 @@ LOOP = """\
         ("7", "constant(5)", "1", "LT", []),
         ("0", "constant(5)", "1", "NE", [(1, False)]),
         ("0", "constant(5)", "0", "LT", [(1, False)]),
+        ("0", "constant(5)", "-1", "LT", [(1, False)]),
         ("0", "get-tuple-element(%p), index=1", "1", "LT", [(1, False)]),
     ],
 )
 def test_a_loop_that_counts_by_constants(start, stop, step, direction, expected):
     text = LOOP.replace("START", start).replace("STOP", stop).replace("STEP", step).replace("DIRECTION", direction)
     assert [(count, certain) for *_, count, certain in facts(text)] == expected
+
+
+def test_a_counter_that_something_else_advances_is_unknown():
+    text = LOOP.replace("START", "0").replace("STOP", "constant(5)").replace("STEP", "1").replace("DIRECTION", "LT")
+    assert facts(text.replace("add(%i, %step)", "add(%step, %i)"))[0][2:] == (5, True)
+    assert facts(text.replace("add(%i, %step)", "add(%x, %step)"))[0][2:] == (1, False)
+    assert facts(text.replace("add(%i, %step)", "multiply(%i, %step)"))[0][2:] == (1, False)
 
 
 def test_a_told_trip_count_wins_and_the_condition_runs_once_more():
