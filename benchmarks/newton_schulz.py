@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 from rich.progress import track
 
 import muon_shard
@@ -80,7 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     shapes = {
         "x".join(map(str, shape)): measure(shape, args.dtype, args.rounds)
-        for shape in track(args.shapes, "shapes", transient=True)
+        for shape in track(args.shapes, "shapes", transient=True, console=Console(stderr=True))
     }
     print(json.dumps({"platform": jax.default_backend(), "jax": jax.__version__, **(vars(args) | {"shapes": shapes})}))
 

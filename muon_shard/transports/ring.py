@@ -1,5 +1,7 @@
 """`ppermute`, one shift after the other: each device sends straight to the peer that is s places further on."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,10 +23,10 @@ class Ring(Exchanging):
         return f"scattered over {'+'.join(exchange)}, shift by shift"
 
     def collectives(self, traffic: Traffic) -> tuple[Collective, ...]:
-        axes, peers = traffic.axes, traffic.peers
         return tuple(
-            Collective("collective-permute", axes, peers, traffic.row * size * (peers - 1), purpose, peers - 1)
+            Collective("collective-permute", axes, traffic.peers, traffic.row * size * count, purpose, count)
             for size, purpose in ((traffic.item, "blocks to owners"), (traffic.out, "results back"))
+            for axes, count in _shifts(traffic.exchange)
         )
 
     def carry(self, buffer: jax.Array, exchange: MeshAxes) -> jax.Array:
@@ -37,3 +39,14 @@ class Ring(Exchanging):
             behind.append(lax.ppermute(ahead[shift], axes, pairs))
         # Row s came from s places behind: peer me − s.
         return jnp.roll(jnp.stack(behind[::-1]), me + 1, axis=0)
+
+
+def _shifts(exchange: MeshAxes) -> list[tuple[tuple[str, ...], int]]:
+    """How many of the shifts cross which axes: one by a multiple of all inner sizes leaves the inner axes alone."""
+    found, multiples = [], 1
+    for k in range(1, len(exchange) + 1):
+        outer = math.prod(size for _, size in exchange[:k])
+        if outer > multiples:
+            found.append((names(exchange[:k]), outer - multiples))
+        multiples = outer
+    return found
