@@ -9,7 +9,7 @@ import muon_shard
 from benchmarks.ns_oracle import steps_of
 from muon_shard.newton_schulz import COEFFICIENTS
 from muon_shard.newton_schulz.coefficients import slopes
-from muon_shard.newton_schulz.forms import PLATFORMS, Form, candidates, choose, platform_of, segments
+from muon_shard.newton_schulz.forms import PLATFORMS, Form, candidates, choose, platform_of, segments, steadiest
 from muon_shard.newton_schulz.products import PRODUCTS
 
 STANDARD = slopes("standard", 5)
@@ -51,7 +51,8 @@ def test_segments_are_as_few_as_keep_rounding_within_the_budget(coeffs, products
     cut = rule(coeffs, products)
     assert sum(cut) == len(a) and max(cut) - min(cut) <= 1
     assert worst(cut) <= 0.1 or set(cut) == {1}
-    assert worst(cut) <= min(worst(order) for order in itertools.permutations(cut))
+    best = steadiest(a, cut)
+    assert worst(best) == min(map(worst, itertools.permutations(cut))) and sorted(best) == sorted(cut)
     if len(cut) > 1:
         fewer = [len(a) // (len(cut) - 1) + (i < len(a) % (len(cut) - 1)) for i in range(len(cut) - 1)]
         assert worst(fewer) > 0.1

@@ -128,25 +128,28 @@ def platform_of(name: str) -> Platform:
 
 
 def segments(slopes: Sequence[float], delta: float, budget: float = 0.1) -> tuple[int, ...]:
-    """The fewest segments, nearly equal and in the best order, for which rounding `delta` stays harmless.
+    """The fewest segments, nearly equal and long ones first, for which rounding `delta` stays harmless.
 
-    Rounding in R is amplified by the square of S, the product of the coefficients a over all steps of the segment but
-    its last: S²·delta must stay within the budget. Where even two steps exceed it this ends in segments of one step.
+    Where even segments of two steps exceed the budget this ends in segments of one step.
     """
     steps = len(slopes)
-
-    def amplified(ends: tuple[int, ...]) -> float:
-        return max(math.prod(slopes[a : b - 1]) ** 2 for a, b in zip((0, *ends), (*ends, steps), strict=True))
-
     for count in range(1, steps):
-        lengths = [steps // count + (i < steps % count) for i in range(count)]
-        # Of equally good orders the one with long segments first.
-        orders = sorted(set(itertools.permutations(lengths)), reverse=True) if count < 6 else [tuple(lengths)]
-        cuts = [tuple(itertools.accumulate(order[:-1])) for order in orders]
-        best = min(cuts, key=amplified)
-        if amplified(best) * delta <= budget:
-            return tuple(b - a for a, b in zip((0, *best), (*best, steps), strict=True))
+        cut = tuple(steps // count + (i < steps % count) for i in range(count))
+        if amplification(slopes, cut) * delta <= budget:
+            return cut
     return (1,) * steps
+
+
+def amplification(slopes: Sequence[float], cut: Sequence[int]) -> float:
+    """How rounding in R grows in the worst segment: S², with S the product of a over all its steps but the last."""
+    ends = itertools.accumulate(cut)
+    return max(math.prod(slopes[end - length : end - 1]) ** 2 for end, length in zip(ends, cut, strict=True))
+
+
+def steadiest(slopes: Sequence[float], cut: tuple[int, ...]) -> tuple[int, ...]:
+    """The same segments in the order that amplifies least; for float32, where a restart does not round X again."""
+    orders = {cut, tuple(reversed(cut)), *(itertools.permutations(cut) if len(cut) < 5 else ())}
+    return min(sorted(orders, reverse=True), key=lambda order: amplification(slopes, order))
 
 
 def candidates(
@@ -169,7 +172,7 @@ def candidates(
         for count, rounding in {1: delta, blocks: delta if blocks == 1 else MIRRORED * delta}.items():
             cut = segments(slopes, rounding)
             if len(cut) < steps:
-                yield Form(cut, products, count)
+                yield Form(cut if narrow else steadiest(slopes, cut), products, count)
 
 
 @functools.lru_cache(maxsize=4096)
