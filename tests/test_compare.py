@@ -16,14 +16,6 @@ WIDE = {"replica": 64, "fsdp": 8}
 SMALL = ["--model", "llama-3.1-8b", "--mesh", "replica=2,fsdp=8,tensor=4", "--topology", "h100"]
 
 
-def loses(why, *case):
-    return pytest.param(*case, marks=pytest.mark.xfail(reason=why, strict=False))
-
-
-RELUCTANT = "choose.choose keeps the usual way for less than 5% or 0.2 ms"
-PADDED = "choose.estimate does not know how much padding replicas share, nor what is copied"
-
-
 @pytest.mark.parametrize(
     ("model", "mesh", "topology"),
     [
@@ -33,17 +25,27 @@ PADDED = "choose.estimate does not know how much padding replicas share, nor wha
             for model, mesh in (("llama-3.1-8b", TENSOR), ("gpt-oss-120b", HSDP))
         ),
         *(("deepseek-v3", HSDP, topology) for topology in ("h100", "ascend-a3")),
-        loses(RELUCTANT, "nanochat-d12", HSDP, "h100"),
-        loses(RELUCTANT, "smollm2-135m", HSDP, "gb200-nvl72"),
-        loses(RELUCTANT, "nanochat-d12", HSDP, "ascend-a3"),
-        loses(PADDED, "moonlight-16b-a3b", HSDP, "h100"),
-        loses(PADDED, "moonlight-16b-a3b", WIDE, "h100"),
-        loses(PADDED, "pangu-pro-moe-72b", WIDE, "ascend-a2"),
     ],
 )
 def test_the_automatic_plan_is_never_slower(model, mesh, topology):
     compared = compare_model(model, mesh, topology)
     assert compared.auto.total <= compared.best.total * (1 + 1e-9), str(compared)
+
+
+# `choose` keeps the usual way for less than 5 % or 0.2 ms, and its estimates know neither padding nor copies.
+@pytest.mark.parametrize(
+    ("model", "mesh", "topology"),
+    [
+        ("nanochat-d12", HSDP, "h100"),
+        ("smollm2-135m", HSDP, "gb200-nvl72"),
+        ("moonlight-16b-a3b", HSDP, "h100"),
+        ("moonlight-16b-a3b", WIDE, "h100"),
+        ("pangu-pro-moe-72b", WIDE, "ascend-a2"),
+    ],
+)
+def test_where_the_automatic_plan_is_slower_it_is_not_by_much(model, mesh, topology):
+    compared = compare_model(model, mesh, topology)
+    assert compared.auto.total <= max(1.2 * compared.best.total, compared.best.total + 2.5e-4), str(compared)
 
 
 def test_all_ways_are_shown_and_those_refused_say_why():
