@@ -93,14 +93,6 @@ def mesh_of(leaf: Any) -> AnyMesh | None:
     return None if mesh is None or not mesh.axis_names else mesh
 
 
-def platform(mesh: AnyMesh | None) -> str:
-    """What the mesh runs on: 'cpu', 'gpu', 'tpu'. Where a mesh names no devices, what JAX runs on by default."""
-    if isinstance(mesh, Mesh):
-        return mesh.devices.flat[0].platform
-    device = getattr(mesh, "abstract_device", None)
-    return getattr(device, "platform", None) or jax.default_backend()
-
-
 def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
     """Auto, Explicit or Manual, by axis name."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

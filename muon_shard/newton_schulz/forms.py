@@ -29,7 +29,6 @@ class Platform:
         overhead: FLOPs that an m×m result costs per entry beside its product (writing, adding, small sizes).
         symmetric_from: rows from which Hermitian products are multiplied in four to six block rows.
         products: names of the products that serve the Gram form.
-        flops_per_byte: products' FLOPs in the time in which one byte reaches another device.
     """
 
     narrow: float
@@ -38,22 +37,21 @@ class Platform:
     overhead: int
     symmetric_from: int
     products: tuple[str, ...]
-    flops_per_byte: int
 
 
 PLATFORMS = {
     # Measured on 2 cores: benchmarks/newton_schulz.py. XLA on CPU widens narrow dtypes.
-    "cpu": Platform(1, 1, 1e-7, 35, 1024, ("highest",), 20),
+    "cpu": Platform(1, 1, 1e-7, 35, 1024, ("highest",)),
     # By arithmetic, not measured: H100 data sheet, 67 TFLOP/s in float32, 494 in TF32, 990 in half precision.
-    "gpu": Platform(15, 7, 5e-4, 35, 4096, ("highest", "split", "half"), 10_000),
+    "gpu": Platform(15, 7, 5e-4, 35, 4096, ("highest", "split", "half")),
     # By arithmetic, not measured: one bfloat16 pass by default, six for float32.
-    "tpu": Platform(6, 6, 4e-3, 35, 4096, ("highest", "split"), 10_000),
+    "tpu": Platform(6, 6, 4e-3, 35, 4096, ("highest", "split")),
 }
 """By the platform of the devices; any other is taken for a GPU."""
 
 MIRRORED = 100
-"""How much coarser Hermitian products by blocks count in the restart rule. Measured on 1024×4096 ones, where rounding
-adds up: without a restart 1.4e-2 (`standard`) and .33 (`dion`), in full 2.5e-3 and 5.5e-3."""
+"""How much coarser Hermitian products by blocks count in the restart rule. Mirroring amplifies what rounding leaves of
+the commutator: without a restart a large matrix of ones comes out wrong in its first digits, relative to its size."""
 
 ALIASES = {"cuda": "gpu", "rocm": "gpu"}
 WORTHWHILE = 0.97
