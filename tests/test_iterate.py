@@ -83,11 +83,11 @@ def test_direct_form_by_blocks(coeffs, blocks):
 
 
 @pytest.mark.parametrize(
-    ("coeffs", "blocks", "tolerance"), [("standard", 6, 1e-3), ("dion", 4, 2e-2), ("deepseek_v4", 4, 1e-2)]
+    ("coeffs", "blocks", "tolerance"), [("standard", 6, 3e-3), ("dion", 4, 5e-3), ("deepseek_v4", 4, 5e-3)]
 )
 def test_gram_form_by_blocks(coeffs, blocks, tolerance):
-    """Mirroring costs digits where singular values vanish: 'dion' without restart is off by 1e-2 on ones."""
-    assert_within(errors(coeffs, "gram", blocks=blocks), tolerance)
+    """Mirroring costs digits, most on matrices as small as these; those it is chosen for are in test_orthogonalize."""
+    assert max(errors(coeffs, "gram", blocks=blocks).values()) <= tolerance
 
 
 NARROW = ("wide", "square", "condition 1e2", "condition 1e6", "rank 1", "rank 3")
@@ -150,4 +150,4 @@ def test_every_preconditioning(how, preconditioning):
     want = oracle(x, rows, preconditioning)
     error = np.linalg.norm(np.asarray(got, np.float64) - want, axis=(-2, -1)) / 5
     assert error.max() <= 1e-3
-    assert error[[0, 1, 4]].max() <= 1e-4 and error[5] == 0
+    assert error[[0, 4]].max() <= 1e-5 and error[1] <= 3e-4 and error[5] == 0

@@ -49,9 +49,9 @@ PLATFORMS = {
 }
 """By the platform of the devices; any other is taken for a GPU."""
 
-MIRRORED = 100
-"""How much coarser Hermitian products by blocks count in the restart rule. Mirroring amplifies what rounding leaves of
-the commutator: without a restart a large matrix of ones comes out wrong in its first digits, relative to its size."""
+MIRRORED = 10
+"""How much coarser Hermitian products by blocks count in the restart rule: mirroring amplifies what rounding leaves of
+the commutator."""
 
 ALIASES = {"cuda": "gpu", "rocm": "gpu"}
 WORTHWHILE = 0.97
