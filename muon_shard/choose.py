@@ -12,13 +12,38 @@ from muon_shard.cost import Traffic
 from muon_shard.layout import MeshAxes
 from muon_shard.options import PlanOptions
 from muon_shard.topology import Topology, collective_seconds
-from muon_shard.transports import TRANSPORTS, Transport, names
+from muon_shard.transports import TRANSPORTS, Gram, Transport, names
 
 USUAL = ("local", "all_to_all")
 """What serves unless something else is clearly better."""
 
 WORTHWHILE_SHARE, WORTHWHILE_SECONDS = 0.05, 2e-4
 """How much another way must save, of the usual one's time and absolutely: estimates are no better than this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What one row of a domain moves and computes, one way of travelling or another.
+
+    Attributes:
+        pool: elements of each device that travel.
+        item: bytes of an element on the way in.
+        out: bytes of an element on the way back.
+        work: of the owners of all matrices of one row, in FLOPs of the platform's usual products.
+        largest: of the largest of them.
+        everywhere: work that each device has, whoever owns what.
+        scales: as in `Traffic`.
+        turned: as in `Traffic`.
+    """
+
+    pool: int
+    item: int
+    out: int
+    work: int
+    largest: int
+    everywhere: int = 0
+    scales: int = 0
+    turned: tuple[tuple[MeshAxes, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,21 +54,15 @@ class Question:
         exchange: mesh axes over which matrices are scattered.
         batch: mesh axes that shard a batch dimension.
         free: mesh axes that replicate.
-        pool: elements of the local shards.
-        item: bytes of an element on the way in.
-        out: bytes of an element on the way back.
-        work: all matrices of one row, in FLOPs of the platform's usual products.
-        largest: the largest of them.
+        blocks: what matrices are as blocks.
+        grams: what they are as Gram matrices; why they cannot be.
     """
 
     exchange: MeshAxes
     batch: tuple[str, ...]
     free: MeshAxes
-    pool: int
-    item: int
-    out: int
-    work: int
-    largest: int
+    blocks: Load
+    grams: Load | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +114,13 @@ def choose(question: Question, topology: Topology, rate: float, options: PlanOpt
 def _alternatives(question: Question, topology: Topology, rate: float, options: PlanOptions) -> Iterator[Alternative]:
     """Transport by transport, the widest sharing first."""
     for transport in TRANSPORTS.values():
+        load = question.grams if isinstance(transport, Gram) else question.blocks
         refused = transport.refuses(question.exchange) or _too_many_peers(transport, question.exchange, topology)
-        if refused:
-            yield Alternative(transport.name, (), math.inf, refused)
+        if refused or isinstance(load, str):
+            yield Alternative(transport.name, (), math.inf, refused or str(load))
             continue
         for shared in _sharings(question.free, options) if not transport.repeats else [()]:
-            seconds = estimate(question, transport, shared, topology, rate)
+            seconds = estimate(question, load, transport, shared, topology, rate)
             yield Alternative(transport.name, names(shared), seconds)
 
 
@@ -124,15 +144,19 @@ def _too_many_peers(transport: Transport, exchange: MeshAxes, topology: Topology
     return ""
 
 
-def estimate(question: Question, transport: Transport, shared: MeshAxes, topology: Topology, rate: float) -> float:
+def estimate(
+    question: Question, load: Load, transport: Transport, shared: MeshAxes, topology: Topology, rate: float
+) -> float:
     """Seconds of one domain alone: compute on the busiest device, then every collective after the other."""
     peers = math.prod(size for _, size in question.exchange)
     replicas = math.prod(size for _, size in shared)
     workers = 1 if transport.repeats else peers * replicas
-    work = max(question.work / workers, question.largest)
-    returned = -(-question.pool // replicas)
-    row = question.pool if transport.repeats else -(-returned // peers)
-    traffic = Traffic(question.exchange, shared, question.pool, row, returned, question.item, question.out)
+    work = load.everywhere + max(load.work / workers, load.largest)
+    returned = -(-load.pool // replicas)
+    row = load.pool if transport.repeats else -(-returned // peers)
+    traffic = Traffic(
+        question.exchange, shared, load.pool, row, returned, load.item, load.out, load.scales, load.turned
+    )
     sizes = dict(question.exchange) | dict(question.free)
     total = work / rate
     for c in (*transport.collectives(traffic), *traffic.share()):

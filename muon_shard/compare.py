@@ -18,7 +18,7 @@ from muon_shard.topology import Topology, si
 from muon_shard.transports import TRANSPORTS
 
 AUTO = "auto"
-FORCED = ("redundant", "gather", "all_to_all", "ring", "two_hops")
+FORCED = ("redundant", "gather", "all_to_all", "gram", "ring", "two_hops")
 """Transports that are compared where matrices are scattered; others follow in the order they are known."""
 
 

@@ -29,7 +29,9 @@ class Collective:
     def received(self) -> int:
         if self.kind == "collective-permute":
             return self.bytes
-        return self.bytes * (self.ways - 1) // self.ways
+        if self.kind == "reduce-scatter":  # the result is one of `ways` parts
+            return self.bytes * (self.ways - 1)
+        return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.ways - 1) // self.ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Traffic:
         returned: elements that each replica gives to the others.
         item: bytes of an element on the way in.
         out: bytes of an element on the way back.
+        scales: bytes of the numbers that all devices agree on first.
+        turned: mesh axes that cut the short side of matrices which travel as Gram matrices, and the bytes of these.
     """
 
     exchange: tuple[tuple[str, int], ...]
@@ -53,6 +57,8 @@ class Traffic:
     returned: int
     item: int
     out: int
+    scales: int = 0
+    turned: tuple[tuple[tuple[tuple[str, int], ...], int], ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -5,29 +5,60 @@ from typing import Any
 
 import numpy as np
 
-from muon_shard import assign
-from muon_shard.choose import Choice, Question, choose
+from muon_shard import assign, gram_space
+from muon_shard.choose import Choice, Load, Question, choose
 from muon_shard.errors import Offence, raise_for_leaves
-from muon_shard.layout import Layout, MeshAxes
+from muon_shard.layout import Kind, Layout, MeshAxes
 from muon_shard.newton_schulz.forms import platform_of
 from muon_shard.newton_schulz.products import is_narrow
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.plan import PlannedLeaf, itemsize
 from muon_shard.topology import Topology
-from muon_shard.transports import TRANSPORTS
+from muon_shard.transports import TRANSPORTS, Gram
 
 
-def group(leaves: Sequence[PlannedLeaf]) -> list[tuple[int, ...]]:
-    """Leaves of each domain, in order of first appearance."""
+def group(
+    leaves: Sequence[PlannedLeaf],
+    mesh_axes: MeshAxes,
+    orthogonalizer: Orthogonalizer,
+    topology: Topology,
+    options: PlanOptions,
+) -> tuple[list[tuple[int, ...]], list[Choice]]:
+    """Leaves of each domain, in order of first appearance, and how each travels.
+
+    Skinny matrices stand apart from the others they could travel with where their Gram matrices travel instead.
+
+    Raises:
+        ValueError: listing the domains for which a pinned option cannot be met, or axes the mesh does not have.
+    """
+    asked = mesh_axes, orthogonalizer, topology, options
+    apart: set[int] = set()
+    if options.transport == "auto":
+        skinny = {i for i, leaf in enumerate(leaves) if _is_skinny(leaf.layout)}
+        groups = _group(leaves, skinny)
+        for members, choice in zip(groups, _choices(leaves, groups, *asked) if skinny else (), strict=False):
+            if choice.transport == Gram.name:
+                apart |= skinny & set(members)
+    groups = _group(leaves, apart)
+    return groups, _choices(leaves, groups, *asked)
+
+
+def _is_skinny(layout: Layout) -> bool:
+    """Whether half a Gram matrix, in float32, is smaller than a block in bfloat16 that goes and comes back."""
+    m, n = layout.kind.canonical
+    return bool(layout.exchange) and n > m * layout.ways(layout.exchange)
+
+
+def _group(leaves: Sequence[PlannedLeaf], apart: set[int]) -> list[tuple[int, ...]]:
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        key = (leaf.layout.exchange, leaf.layout.batch_axes, leaf.layout.free, leaf.dtype, leaf.out_dtype)
+        key = (leaf.layout.exchange, leaf.layout.batch_axes, leaf.layout.free, leaf.dtype, leaf.out_dtype, i in apart)
         groups.setdefault(key, []).append(i)
     return [tuple(members) for members in groups.values()]
 
 
-def choices(
+def _choices(
     leaves: Sequence[PlannedLeaf],
     groups: Sequence[tuple[int, ...]],
     mesh_axes: MeshAxes,
@@ -35,11 +66,6 @@ def choices(
     topology: Topology,
     options: PlanOptions,
 ) -> list[Choice]:
-    """How each domain travels.
-
-    Raises:
-        ValueError: listing the domains for which a pinned option cannot be met, or axes the mesh does not have.
-    """
     unknown = set(options.dedup_axes) - {name for name, _ in mesh_axes}
     if not isinstance(options.dedup_axes, str) and unknown:
         have = ", ".join(name for name, _ in mesh_axes)
@@ -57,11 +83,14 @@ def choices(
             tuple((name, sizes[name]) for name in layout.exchange),
             layout.batch_axes,
             tuple((name, sizes[name]) for name in layout.free),
-            sum(kind.elements * count for kind, count in works.items()),
-            itemsize(first.dtype),
-            itemsize(first.out_dtype),
-            sum(costs[kind] * count for kind, count in works.items()),
-            max(costs.values()),
+            Load(
+                sum(kind.elements * count for kind, count in works.items()),
+                itemsize(first.dtype),
+                itemsize(first.out_dtype),
+                sum(costs[kind] * count for kind, count in works.items()),
+                max(costs.values()),
+            ),
+            _as_grams(works, layout, first.dtype, orthogonalizer),
         )
         choice = choose(question, topology, rate(first.dtype, topology), options)
         if isinstance(choice, str):
@@ -70,6 +99,25 @@ def choices(
             found.append(choice)
     raise_for_leaves("PlanOptions", "cannot travel as asked", offences, "Consider transport='auto'.")
     return found
+
+
+def _as_grams(counts: dict[Kind, int], layout: Layout, dtype: str, orthogonalizer: Orthogonalizer) -> Load | str:
+    """What the matrices of one domain move and cost as Gram matrices; why they cannot."""
+    space = orthogonalizer.in_gram_space(dtype)
+    if isinstance(space, str):
+        return space
+    works = {kind: space.works(*kind.canonical) for kind in counts}
+    item, out, scales, turned = gram_space.items(dtype, tuple(counts.items()), layout.mesh_axes)
+    return Load(
+        sum(gram_space.size(kind) * count for kind, count in counts.items()),
+        item,
+        out,
+        sum(works[kind][0].cost * count for kind, count in counts.items()),
+        max(owner.cost for owner, _ in works.values()),
+        sum(works[kind][1].cost * count for kind, count in counts.items()) // layout.ways(layout.exchange),
+        scales,
+        turned,
+    )
 
 
 def rate(dtype: str, topology: Topology) -> float:

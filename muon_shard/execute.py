@@ -14,12 +14,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_shard.layout import Kind, Layout, MeshAxes, spec_entries
-from muon_shard.orthogonalizer import Orthogonalizer
+from muon_shard.blocks import Blocks
+from muon_shard.gram_space import GramMatrices
+from muon_shard.layout import Layout, MeshAxes, spec_entries
 from muon_shard.packing import Packing
 from muon_shard.plan import Domain, MeshPlan
 from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec
-from muon_shard.transports import take_pages
+from muon_shard.transports import Gram, take_pages
+from muon_shard.views import View
 
 
 def execute(
@@ -84,41 +86,27 @@ def _replicated(x: jax.Array, mesh: AnyMesh) -> jax.Array:
 
 def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -> tuple[jax.Array, ...]:
     """What every device does with its local shards."""
-    buffers = []
-    for domain in plan.domains:
+    views = [_view(plan, domain) for domain in plan.domains]
+    buffers, kept = [], []
+    for domain, view in zip(plan.domains, views, strict=True):
         p = domain.packing
-        pool = _pack([shards[i] for i in domain.leaves], [plan.leaves[i].layout for i in domain.leaves], p)
+        pool, mine = view.pack([shards[i] for i in domain.leaves])
         table = _of_device(_of_device(p.tables.send, p.mesh_axes, p.rows), p.mesh_axes, p.shared)
         buffers.append(domain.carrier.bring(pool, table, p.exchange_axes))
-    outs = _run_programs(plan, operands, buffers)
+        kept.append(mine)
+    outs = _run_programs(plan, views, operands, buffers)
     updates: dict[int, jax.Array] = {}
-    for domain, out in zip(plan.domains, outs, strict=True):
+    for domain, view, mine, out in zip(plan.domains, views, kept, outs, strict=True):
         back = domain.carrier.back(out, domain.packing.exchange_axes)
         pages, table = _share(back.reshape(-1, domain.packing.page), domain.packing)
-        layouts = [plan.leaves[i].layout for i in domain.leaves]
-        updates |= dict(zip(domain.leaves, _unpack(pages, table, layouts, domain.packing), strict=True))
+        updates |= dict(zip(domain.leaves, view.unpack(pages, table, mine), strict=True))
     return tuple(updates[i] for i in range(len(shards)))
 
 
-def _pack(shards: Sequence[jax.Array], layouts: Sequence[Layout], packing: Packing) -> jax.Array:
-    """The local shards as pages, [pool pages, page]."""
-    flat = []
-    for x, layout in zip(shards, layouts, strict=True):
-        rows = x.transpose(layout.order).reshape(layout.count, layout.kind.elements)
-        flat.append(jnp.pad(rows, ((0, 0), (0, -layout.kind.elements % packing.page))).reshape(-1, packing.page))
-    return jnp.concatenate(flat)
-
-
-def _unpack(pages: jax.Array, table: Any, layouts: Sequence[Layout], packing: Packing) -> list[jax.Array]:
-    """Local shards from the pages that `table` lists in pool order; leaf by leaf, so that every byte is copied once."""
-    shards, at = [], 0
-    for layout, (kind, count) in zip(layouts, packing.leaves, strict=True):
-        end = at + count * packing.kind_pages[kind]
-        rows = take_pages(pages, table[at:end]).reshape(count, -1)[:, : layout.kind.elements]
-        at = end
-        x = rows.reshape([layout.local_shape[d] for d in layout.order])
-        shards.append(x.transpose(np.argsort(layout.order)))
-    return shards
+def _view(plan: MeshPlan, domain: Domain) -> View:
+    view = GramMatrices if isinstance(domain.carrier, Gram) else Blocks
+    layouts = tuple(plan.leaves[i].layout for i in domain.leaves)
+    return view(layouts, domain.packing, plan.orthogonalizer, domain.dtype, domain.out_dtype)
 
 
 def _share(pages: jax.Array, packing: Packing) -> tuple[jax.Array, Any]:
@@ -146,10 +134,10 @@ def _of_device(table: Any, mesh_axes: MeshAxes, axes: tuple[str, ...]) -> Any:
     return jnp.asarray(table)[lax.axis_index(axes)]
 
 
-def _run_programs(plan: MeshPlan, operands: tuple[jax.Array, ...], buffers: list[jax.Array]) -> list[jax.Array]:
-    branches = [
-        functools.partial(_program, plan.domains, slots, plan.orthogonalizer, operands) for slots in plan.programs
-    ]
+def _run_programs(
+    plan: MeshPlan, views: Sequence[View], operands: tuple[jax.Array, ...], buffers: list[jax.Array]
+) -> list[jax.Array]:
+    branches = [functools.partial(_program, views, slots, operands) for slots in plan.programs]
     if len(branches) == 1:
         return branches[0](buffers)
     me = lax.axis_index(tuple(name for name, _ in plan.mesh_axes))
@@ -157,64 +145,35 @@ def _run_programs(plan: MeshPlan, operands: tuple[jax.Array, ...], buffers: list
 
 
 def _program(
-    domains: Sequence[Domain],
+    views: Sequence[View],
     slots: Sequence[tuple[int, ...]],
-    orthogonalizer: Orthogonalizer,
     operands: tuple[jax.Array, ...],
     buffers: list[jax.Array],
 ) -> list[jax.Array]:
-    """Reassembles the owned matrices, orthogonalizes equal canonical shapes in one batch, takes them apart."""
+    """Reassembles what is owned, orthogonalizes what is alike in one batch, takes the results apart."""
     batches: dict[tuple[Any, ...], list[jax.Array]] = {}
     runs = []
-    for domain, counts, buffer in zip(domains, slots, buffers, strict=True):
-        p, at = domain.packing, 0
+    for d, (view, counts, buffer) in enumerate(zip(views, slots, buffers, strict=True)):
+        p, at = view.packing, 0
         for kind, pages, count in zip(p.kinds, p.kind_pages, counts, strict=True):
             if count:
                 width = count * pages * p.page
-                x = _assemble(buffer[:, at : at + width], kind, count, p)
+                x = view.assemble(buffer[:, at : at + width], kind, count)
                 at += width
-                batch = batches.setdefault((*kind.canonical, x.dtype), [])
-                runs.append((domain, kind, count, x.dtype, sum(len(b) for b in batch)))
+                key = (type(view), view.dtype, view.batch(kind))
+                batch = batches.setdefault(key, [])
+                runs.append((d, kind, count, key, sum(len(b) for b in batch)))
                 batch.append(x)
-    done = {key: orthogonalizer(jnp.concatenate(batch), *operands) for key, batch in batches.items()}
-    pieces: dict[int, list[jax.Array]] = {id(domain): [] for domain in domains}
-    for domain, kind, count, dtype, start in runs:
-        y = done[*kind.canonical, dtype][start : start + count].astype(domain.out_dtype)
-        pieces[id(domain)].append(_disassemble(y, kind, domain.packing))
-    return [_fill(pieces[id(domain)], domain) for domain in domains]
+    of_type = {(type(view), view.dtype): view for view in views}
+    done = {key: of_type[key[:2]].orthogonalize(jnp.concatenate(b), operands) for key, b in batches.items()}
+    pieces: list[list[jax.Array]] = [[] for _ in views]
+    for d, kind, count, key, start in runs:
+        pieces[d].append(views[d].disassemble(done[key][start : start + count], kind))
+    return [_fill(*of_domain) for of_domain in zip(pieces, views, buffers, strict=True)]
 
 
-def _fill(pieces: list[jax.Array], domain: Domain) -> jax.Array:
+def _fill(pieces: list[jax.Array], view: View, buffer: jax.Array) -> jax.Array:
     """The pieces side by side, padded to the capacity of the exchange."""
-    p = domain.packing
     used = sum(piece.shape[1] for piece in pieces)
-    filler = jnp.zeros((p.ways(p.exchange), p.capacity * p.page - used), domain.out_dtype)
+    filler = jnp.zeros((buffer.shape[0], view.packing.capacity * view.packing.page - used), view.returned)
     return jnp.concatenate([*pieces, filler], axis=1) if pieces else filler
-
-
-def _grid(kind: Kind, packing: Packing) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of the exchange axes, and the order of [exchange axes…, matrix, block dims…] that places blocks."""
-    sizes = dict(packing.mesh_axes)
-    order = [len(packing.exchange)]
-    for d, axes in enumerate(kind.axes):
-        order += [*(packing.exchange.index(a) for a in axes), len(packing.exchange) + 1 + d]
-    return tuple(sizes[a] for a in packing.exchange), tuple(order)
-
-
-def _assemble(received: jax.Array, kind: Kind, count: int, packing: Packing) -> jax.Array:
-    """Blocks from all peers [peers, count · padded block] → whole matrices [count, m, n], m ≤ n."""
-    ways, order = _grid(kind, packing)
-    blocks = received.reshape(-1, count, received.shape[1] // count)[:, :, : kind.elements]
-    x = blocks.reshape(*ways, count, *kind.block).transpose(order).reshape(count, *kind.shape)
-    return x.mT if kind.shape[0] > kind.shape[1] else x
-
-
-def _disassemble(y: jax.Array, kind: Kind, packing: Packing) -> jax.Array:
-    """Inverse of `_assemble`."""
-    ways, order = _grid(kind, packing)
-    y = y.mT if kind.shape[0] > kind.shape[1] else y
-    placed = (*ways, y.shape[0], *kind.block)
-    blocks = y.reshape([placed[i] for i in order]).transpose(np.argsort(order))
-    blocks = blocks.reshape(-1, y.shape[0], kind.elements)
-    padded = jnp.pad(blocks, ((0, 0), (0, 0), (0, -kind.elements % packing.page)))
-    return padded.reshape(blocks.shape[0], -1)

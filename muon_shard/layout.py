@@ -65,7 +65,7 @@ class Layout:
 
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
-        return tuple(s // self._ways(axes) for s, axes in zip(self.shape, self.spec, strict=True))
+        return tuple(s // self.ways(axes) for s, axes in zip(self.shape, self.spec, strict=True))
 
     @property
     def count(self) -> int:
@@ -88,7 +88,7 @@ class Layout:
         return Kind(
             tuple(self.local_shape[d] for d in dims),
             tuple(self.spec[d] for d in dims),
-            tuple(self._ways(self.spec[d]) for d in dims),
+            tuple(self.ways(self.spec[d]) for d in dims),
             len(self.rows),
         )
 
@@ -119,7 +119,8 @@ class Layout:
         shown = ", ".join(n + (f"_{'+'.join(axes)}" if axes else "") for n, axes in zip(names, self.spec, strict=True))
         return f"G[{shown}]" + (f" over {{{', '.join(self.free)}}}" if self.free else "")
 
-    def _ways(self, axes: Sequence[str]) -> int:
+    def ways(self, axes: Sequence[str]) -> int:
+        """Devices along these axes."""
         return math.prod(self.sizes[a] for a in axes)
 
     def _in_mesh_order(self, dims: Sequence[int]) -> tuple[str, ...]:

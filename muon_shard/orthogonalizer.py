@@ -20,6 +20,30 @@ class Work:
     cost: int
 
 
+class GramSpace(abc.ABC):
+    """An orthogonalizer taken apart for matrices X of which nobody holds the whole: R = XXᴴ, then Q, then QX.
+
+    X [batch, m, n] may be any columns of the whole; R of the whole is the sum. All Grams are of X · 2^-power, with one
+    power [batch, 1, 1] for the whole.
+    """
+
+    @abc.abstractmethod
+    def gram(self, x: jax.Array, power: jax.Array) -> jax.Array:
+        """[batch, m, n] → Gram matrices [batch, m, m], in float32 at least."""
+
+    @abc.abstractmethod
+    def factor(self, r: jax.Array, power: jax.Array, *operands: jax.Array) -> jax.Array:
+        """Q [batch, m, m] for the Gram matrices of whole matrices; Hermitian."""
+
+    @abc.abstractmethod
+    def apply(self, q: jax.Array, power: jax.Array, x: jax.Array) -> jax.Array:
+        """Q · X · 2^-power, shape and dtype of x."""
+
+    @abc.abstractmethod
+    def works(self, m: int, n: int) -> tuple[Work, Work]:
+        """What the factor of one m×n matrix costs, m ≤ n, and what its Gram matrix and product with Q cost."""
+
+
 class Orthogonalizer(abc.ABC):
     """Runs on batches of whole matrices. Hashable: equal ones share plans and compiled functions."""
 
@@ -30,6 +54,10 @@ class Orthogonalizer(abc.ABC):
     @abc.abstractmethod
     def work(self, m: int, n: int, dtype: jax.typing.DTypeLike) -> Work:
         """What one m×n matrix costs, m ≤ n."""
+
+    def in_gram_space(self, dtype: jax.typing.DTypeLike) -> "GramSpace | str":
+        """The same from Gram matrices alone, for matrices of `dtype`; why not, where it cannot be."""
+        return "only Newton–Schulz works from Gram matrices alone"
 
     def on(self, platform: str) -> "Orthogonalizer":
         """The same for another platform ('cpu', 'gpu', 'tpu')."""

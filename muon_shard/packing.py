@@ -17,7 +17,8 @@ class Packing:
     that shard a batch dimension, and those over which work is repeated. `shared` are the other axes that replicate.
 
     A device's pool is its local shards, leaf after leaf, matrix after matrix, each padded to whole pages. `kinds` lists
-    the kinds of matrices, `leaves` the (kind index, local matrices) of each leaf in pool order. `counts[device][kind]`
+    the kinds of matrices, `sizes` the elements of each that travel (a local block, or half a Gram matrix), `leaves` the
+    (kind index, local matrices) of each leaf in pool order. `counts[device][kind]`
     is how many matrices of a kind a device owns, `slots[device][kind]` how many its program computes (more than it owns
     where programs were merged; surplus slots hold filler that is never read). Devices are numbered row-major over
     `mesh_axes`.
@@ -29,13 +30,14 @@ class Packing:
     shared: tuple[str, ...]
     page: int
     kinds: tuple[Kind, ...]
+    sizes: tuple[int, ...]
     leaves: tuple[tuple[int, int], ...]
     counts: tuple[tuple[int, ...], ...]
     slots: tuple[tuple[int, ...], ...]
 
     @functools.cached_property
     def kind_pages(self) -> tuple[int, ...]:
-        return tuple(-(-kind.elements // self.page) for kind in self.kinds)
+        return tuple(-(-size // self.page) for size in self.sizes)
 
     @property
     def exchange_axes(self) -> MeshAxes:
@@ -43,8 +45,8 @@ class Packing:
         sizes = dict(self.mesh_axes)
         return tuple((name, sizes[name]) for name in self.exchange)
 
-    def traffic(self, item: int, out: int) -> Traffic:
-        """What moves, for elements of `item` bytes going in and `out` bytes coming back."""
+    def traffic(self, item: int, out: int, scales: int = 0, turned: tuple[tuple[MeshAxes, int], ...] = ()) -> Traffic:
+        """What moves, for elements of `item` bytes going in and `out` bytes coming back; see `Traffic`."""
         sizes = dict(self.mesh_axes)
         return Traffic(
             self.exchange_axes,
@@ -54,6 +56,8 @@ class Packing:
             self.returned * self.page,
             item,
             out,
+            scales,
+            turned,
         )
 
     @property

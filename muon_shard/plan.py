@@ -9,14 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from muon_shard import report
+from muon_shard import gram_space, report
 from muon_shard.choose import Choice
 from muon_shard.cost import Collective, Traffic
 from muon_shard.labels import Route
 from muon_shard.layout import Layout, MeshAxes
 from muon_shard.orthogonalizer import Orthogonalizer, Work
 from muon_shard.packing import Packing
-from muon_shard.transports import TRANSPORTS, Transport
+from muon_shard.transports import TRANSPORTS, Gram, Transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,10 @@ class Domain:
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        return self.packing.traffic(itemsize(self.dtype), itemsize(self.out_dtype))
+        if not isinstance(self.carrier, Gram):
+            return self.packing.traffic(itemsize(self.dtype), itemsize(self.out_dtype))
+        p = self.packing
+        return p.traffic(*gram_space.items(self.dtype, [(p.kinds[k], count) for k, count in p.leaves], p.mesh_axes))
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -85,8 +88,20 @@ class MeshPlan:
         return tuple(domain.packing.slots[device] for domain in self.domains)
 
     def works(self, domain: Domain) -> tuple[Work, ...]:
-        """What one matrix of each kind of the domain costs."""
+        """What one matrix of each kind of the domain costs its owner."""
+        if isinstance(domain.carrier, Gram):
+            space = gram_space.space(self.orthogonalizer, domain.dtype)
+            return tuple(space.works(*kind.canonical)[0] for kind in domain.packing.kinds)
         return tuple(self.orthogonalizer.work(*kind.canonical, domain.dtype) for kind in domain.packing.kinds)
+
+    def everywhere(self, domain: Domain, field: str) -> int:
+        """FLOPs ('flops') or work ('cost') that every device has, whoever owns what."""
+        p = domain.packing
+        if not isinstance(domain.carrier, Gram):
+            return 0
+        space = gram_space.space(self.orthogonalizer, domain.dtype)
+        whole = sum(count * getattr(space.works(*p.kinds[k].canonical)[1], field) for k, count in p.leaves)
+        return whole // p.ways(p.exchange)
 
     @functools.cached_property
     def flops(self) -> np.ndarray:
@@ -106,6 +121,8 @@ class MeshPlan:
             copies = domain.packing.ways(domain.packing.rows) // domain.packing.ways(layout.batch_axes)
             counts = np.array(domain.packing.counts, np.int64).sum(0)
             total += sum(int(n) * getattr(w, field) for n, w in zip(counts, self.works(domain), strict=True)) // copies
+            rows = domain.packing.ways(layout.batch_axes) * domain.packing.ways(layout.exchange)
+            total += self.everywhere(domain, field) * rows
         return total
 
     def _load(self, field: str) -> np.ndarray:
@@ -113,6 +130,7 @@ class MeshPlan:
         for domain in self.domains:
             each = np.array([getattr(work, field) for work in self.works(domain)], np.int64)
             load += np.array(domain.packing.slots, np.int64).reshape(self.devices, -1) @ each
+            load += self.everywhere(domain, field)
         return load
 
     @property
@@ -120,7 +138,7 @@ class MeshPlan:
         """Estimated temporaries per device: exchange buffers, and a stack in NS with its Gram matrices."""
         going = working = coming = stack = 0
         for domain in self.domains:
-            p, item, out = domain.packing, itemsize(domain.dtype), itemsize(domain.out_dtype)
+            p, item, out = domain.packing, domain.traffic.item, domain.traffic.out
             pool, sent = p.pool_pages * p.page, p.ways(p.exchange) * p.capacity * p.page
             gathered = p.ways(p.shared) * p.returned * p.page if p.shared else 0
             going += (pool + 2 * sent) * item

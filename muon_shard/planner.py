@@ -1,5 +1,6 @@
 """From shapes and specs to a `Plan`: pure Python and numpy, no device is touched."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from muon_shard import assign, domains, programs
+from muon_shard import assign, domains, gram_space, programs
 from muon_shard.choose import Choice
 from muon_shard.cost import choose_page
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
@@ -20,7 +21,7 @@ from muon_shard.plan import Domain, MeshPlan, Plan, PlannedLeaf, itemsize
 from muon_shard.presets import resolve
 from muon_shard.shardings import Memory, Placement, Shardings, place_leaves
 from muon_shard.topology import Topology
-from muon_shard.transports import TRANSPORTS
+from muon_shard.transports import TRANSPORTS, Gram
 
 
 def make_plan(
@@ -104,8 +105,7 @@ def plan_mesh(
     options: PlanOptions,
 ) -> MeshPlan:
     """Domains, owners, programs and pages of the leaves on one mesh. Cached: every trace asks again."""
-    groups = domains.group(leaves)
-    choices = domains.choices(leaves, groups, mesh_axes, orthogonalizer, topology, options)
+    groups, choices = domains.group(leaves, mesh_axes, orthogonalizer, topology, options)
     jobs, workers, kinds = _jobs(leaves, groups, choices, mesh_axes, orthogonalizer)
     counts = assign.balance(jobs, workers, domains.flops_per_byte(leaves, topology))
     counts = domains.repeat(
@@ -123,7 +123,10 @@ def plan_mesh(
         here = slice(at, at + len(mine))
         at += len(mine)
         planned.append(_domain(leaves, members, choices[d], mine, owned[:, here], slots[:, here], mesh_axes))
-    return MeshPlan(mesh_axes, leaves, tuple(planned), orthogonalizer, assign.lower_bound(jobs, workers))
+    bound = assign.lower_bound(jobs, workers)
+    plan = MeshPlan(mesh_axes, leaves, tuple(planned), orthogonalizer, bound)
+    spread = sum(plan.everywhere(domain, "cost") for domain in planned)
+    return dataclasses.replace(plan, bound=bound + spread) if spread else plan
 
 
 def _jobs(
@@ -152,8 +155,11 @@ def _jobs(
             of_class[layout.kind] = of_class.get(layout.kind, 0) + layout.count
         for (m, n), of_class in sorted(classes.items(), reverse=True):
             ordered = sorted(of_class.items(), key=lambda item: item[0].shape)
-            cost = orthogonalizer.work(m, n, leaves[members[0]].dtype).cost
-            jobs.append(assign.Job(d, cost, m * n * size, sum(of_class.values())))
+            cost, travelling = orthogonalizer.work(m, n, leaves[members[0]].dtype).cost, m * n * size
+            if choices[d].transport == Gram.name:
+                cost = gram_space.space(orthogonalizer, leaves[members[0]].dtype).works(m, n)[0].cost
+                travelling = gram_space.size(ordered[0][0]) * 4
+            jobs.append(assign.Job(d, cost, travelling, sum(of_class.values())))
             kinds.append(tuple(ordered))
     return jobs, workers, kinds
 
@@ -169,9 +175,11 @@ def _domain(
 ) -> Domain:
     layouts = [leaves[i].layout for i in members]
     number = {kind: k for k, kind in enumerate(kinds)}
+    sizes = tuple(gram_space.size(kind) if choice.transport == Gram.name else kind.elements for kind in kinds)
     blocks: dict[int, int] = {}
     for layout in layouts:
-        blocks[layout.kind.elements] = blocks.get(layout.kind.elements, 0) + layout.count
+        size = sizes[number[layout.kind]]
+        blocks[size] = blocks.get(size, 0) + layout.count
     packing = Packing(
         mesh_axes,
         layouts[0].exchange,
@@ -179,6 +187,7 @@ def _domain(
         choice.shared,
         choose_page(blocks),
         kinds,
+        sizes,
         tuple((number[layout.kind], layout.count) for layout in layouts),
         _tuples(counts),
         _tuples(slots),

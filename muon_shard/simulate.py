@@ -7,10 +7,11 @@
 
 The model, all phases one after the other as in `execute`: every device copies its shards into pages and sends them;
 an owner copies what it received into matrices, orthogonalizes them and copies the results out; all wait for the
-busiest; results return, are shared over replicas, and are copied into updates. Nothing overlaps, so every second of
-communication is exposed. A copy takes the bytes read and written over the bandwidth of the memory, a collective
-`collective_seconds`, a matrix the longer of its work over `domains.rate` and its bytes over the memory's bandwidth.
-Parts of a plan on disjoint meshes run side by side.
+busiest; results return, are shared over replicas, and are copied into updates. Where Gram matrices travel, every device
+first computes its part of them and multiplies its columns with the results in the end. Nothing overlaps, so every
+second of communication is exposed. A copy takes the bytes read and written over the bandwidth of the memory, a
+collective `collective_seconds`, a matrix the longer of its work over `domains.rate` and its bytes over the memory's
+bandwidth. Parts of a plan on disjoint meshes run side by side.
 """
 
 import dataclasses
@@ -21,12 +22,14 @@ import numpy as np
 from muon_shard.cost import Collective
 from muon_shard.domains import rate
 from muon_shard.newton_schulz import NewtonSchulz
+from muon_shard.newton_schulz.forms import Form
+from muon_shard.newton_schulz.products import PRODUCTS
 from muon_shard.orthogonalizer import Adaptive, Orthogonalizer
 from muon_shard.plan import Domain, MeshPlan, Plan, itemsize
 from muon_shard.presets import resolve
 from muon_shard.timeline import Lane, Span, Timeline
 from muon_shard.topology import Topology, collective_seconds
-from muon_shard.transports import Gather
+from muon_shard.transports import Gather, Gram
 
 TOGETHER = ("matrix", "leaf", "shape")
 
@@ -78,8 +81,9 @@ def simulate(plan: Plan, topology: str | Topology, *, host: Host | None = None) 
 def _lanes(number: int, part: MeshPlan, costs: "_Costs") -> Iterator[Lane]:
     """One lane per program; before and after NS all devices of a part do the same."""
     named = [(str(part.leaves[d.leaves[0]].layout), d) for d in part.domains]
-    before = [(phase, name, seconds(costs, domain)) for phase, seconds in _BEFORE for name, domain in named]
-    after = [(phase, name, seconds(costs, domain)) for phase, seconds in _AFTER for name, domain in named]
+    grams = [("NS", name, costs.grams(part, domain)) for name, domain in named]
+    before = grams + [(phase, name, seconds(costs, domain)) for phase, seconds in _BEFORE for name, domain in named]
+    after = [(phase, name, seconds(costs, domain)) for phase, seconds in _AFTER for name, domain in named] + grams
     ns = np.stack([costs.ns(part, domain) for domain in part.domains], axis=1)
     ready = sum(seconds for *_, seconds in before) + float(ns.sum(1).max())
     program_of = np.array(part.program_of)
@@ -143,12 +147,21 @@ class _Costs:
         flops, memory = rate(domain.dtype, self.machine), self.machine.hbm_bandwidth * self.machine.achieved
         sums = 1 if self.host else 0
         each = [
-            max(work.cost / flops, _ns_bytes(part.orthogonalizer, *kind.canonical, domain.dtype, sums) / memory)
+            max(work.cost / flops, _ns_bytes(part.orthogonalizer, domain, *kind.canonical, sums) / memory)
             for kind, work in zip(domain.packing.kinds, part.works(domain), strict=True)
         ]
         slots = np.array(domain.packing.slots, np.int64).reshape(part.devices, -1)
         launched = _runs(domain, self.host.together) * self.host.operations if self.host else 0
         return slots @ np.array(each) + launched * self.machine.launch
+
+    def grams(self, part: MeshPlan, domain: Domain) -> float:
+        """Half of what every device does with its own columns where Gram matrices travel: XXᴴ, and again QX."""
+        work = part.everywhere(domain, "cost") / 2
+        if not work:
+            return 0.0
+        local = sum(domain.packing.kinds[k].elements * count for k, count in domain.packing.leaves)
+        read = self._copy((local + domain.traffic.pool) * itemsize(domain.dtype))
+        return max(work / rate(domain.dtype, self.machine), read)
 
     def _copy(self, size: float) -> float:
         return size / (self.machine.hbm_bandwidth * self.machine.achieved)
@@ -194,16 +207,18 @@ def _runs(domain: Domain, together: str) -> np.ndarray:
     return sum(slots[:, k].any(1).astype(np.int64) for k in shapes.values())  # type: ignore
 
 
-def _ns_bytes(orthogonalizer: Orthogonalizer, m: int, n: int, dtype: str, sums: int) -> int:
-    """Bytes read and written on one m×n matrix: by every product of the form, at least the matrix once each.
+def _ns_bytes(orthogonalizer: Orthogonalizer, domain: Domain, m: int, n: int, sums: int) -> int:
+    """Bytes that an owner reads and writes on one m×n matrix: by every product of the form, at least the matrix once.
 
     `sums`: m×n sums per segment that are operations of their own.
     """
     while isinstance(orthogonalizer, Adaptive):
         orthogonalizer = orthogonalizer.inner
     if not isinstance(orthogonalizer, NewtonSchulz):
-        return 2 * m * n * itemsize(dtype)
-    form = orthogonalizer.form(m, n, dtype)
+        return 2 * m * n * itemsize(domain.dtype)
+    if isinstance(domain.carrier, Gram):
+        return Form((orthogonalizer.steps,), PRODUCTS["highest"]).square_products() * 3 * m * m * domain.traffic.item
+    form = orthogonalizer.form(m, n, domain.dtype)
     # R = XXᵀ, the products among m×m matrices, X ← QX.
     segment = (m * n + m * m) + (m * m + 2 * m * n) + sums * 3 * m * n
-    return (len(form.segments) * segment + form.square_products() * 3 * m * m) * itemsize(dtype)
+    return (len(form.segments) * segment + form.square_products() * 3 * m * m) * itemsize(domain.dtype)

@@ -93,10 +93,10 @@ class Form:
 
     def flops(self, m: int, n: int) -> int:
         """FLOPs on one m×n matrix, m ≤ n, each product counted once."""
-        square, gram, apply = self._flops(m, n)
-        return square + gram + apply
+        return sum(self.flops_of_products(m, n))
 
-    def _flops(self, m: int, n: int) -> tuple[int, int, int]:
+    def flops_of_products(self, m: int, n: int) -> tuple[int, int, int]:
+        """FLOPs of the products among m×m matrices, of all XXᴴ, and of all QX."""
         share = (self.blocks + 1) / (2 * self.blocks) if self.blocks > 1 else 1
         square = int(share * 2 * m**3) * self.square_products()
         gram = int(share * 2 * m * m * n) * len(self.segments)
@@ -107,17 +107,21 @@ class Form:
 
         `full` where float32 products are asked for at full precision.
         """
+        return sum(self.costs(m, n, dtype, platform, full))
+
+    def costs(self, m: int, n: int, dtype: jnp.dtype, platform: Platform, full: bool) -> tuple[float, float]:
+        """The same for the products among m×m matrices, and for those with X."""
         narrow = is_narrow(dtype)
         plain = platform.narrow if narrow else 1.0 if full else platform.default
-        square, gram, apply = self._flops(m, n)
+        square, gram, apply = self.flops_of_products(m, n)
         rest = platform.overhead * m * m * (self.square_products() + len(self.segments))
         if self.direct:
-            return square + gram + apply + rest
+            return square + rest, gram + apply
         rate = {"highest": 1.0, "split": platform.narrow / 3, "half": platform.narrow}[self.products.name]
         # A narrow X: its Gram matrix is one product of its own kind; Q is applied to bfloat16 as high and low part.
         rate_gram = plain if narrow else rate
         rate_apply = plain / 2 if dtype == jnp.bfloat16 else 1.0 if narrow else rate
-        return square * plain / rate + gram * plain / rate_gram + apply * plain / rate_apply + rest
+        return square * plain / rate + rest, gram * plain / rate_gram + apply * plain / rate_apply
 
 
 def platform_of(name: str) -> Platform:

@@ -10,7 +10,7 @@ from jax import lax
 
 from muon_shard.newton_schulz.forms import Form
 from muon_shard.newton_schulz.products import PRODUCTS, commuting, gram, is_narrow, split, wide
-from muon_shard.newton_schulz.scaling import exponent, factors, times_power
+from muon_shard.newton_schulz.scaling import exponent, factors, largest, times_power
 
 Each = Callable[..., Any]
 """(function of matrices, *batches) → the function's results for every matrix of the batches."""
@@ -32,16 +32,15 @@ def iterate(
     foldable = jnp.finfo(x.dtype).maxexp >= 128  # float16 could not hold the folded scale
 
     def prescaled_gram(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        power = exponent(x)
+        power = exponent(largest(x), x.dtype)
         return power, gram(form.products, times_power(x, -power), form.blocks, precision)
 
     def first_segment(power: jax.Array, r: jax.Array) -> jax.Array:
-        scale = factors(r, power, eps, preconditioning)
-        q = _segment(scale * r * scale.mT, rows[: form.segments[0]], form, precision, x.dtype) * scale.mT
+        q = first_factor(power, r, rows, eps, form, preconditioning, precision, x.dtype)
         return times_power(q, -power) if foldable else q
 
     power, r = each(prescaled_gram, x)
-    x = _apply(each(first_segment, power, r), x if foldable else times_power(x, -power), form, precision)
+    x = apply(each(first_segment, power, r), x if foldable else times_power(x, -power), form, precision)
 
     start = form.segments[0]
     for length, run in itertools.groupby(form.segments[1:]):
@@ -50,12 +49,27 @@ def iterate(
         def segment(i: jax.Array, x: jax.Array, start: int = start, length: int = length) -> jax.Array:
             mine = lax.dynamic_slice_in_dim(rows, start + i * length, length)
             r = each(lambda x: gram(form.products, x, form.blocks, precision), x)
-            return _apply(each(lambda r: _segment(r, mine, form, precision, x.dtype), r), x, form, precision)
+            return apply(each(lambda r: _segment(r, mine, form, precision, x.dtype), r), x, form, precision)
 
         # A rolled loop: unrolled steps keep their temporaries alive and compile slower.
         x = lax.fori_loop(0, count, segment, x)
         start += count * length
     return x
+
+
+def first_factor(
+    power: jax.Array,
+    r: jax.Array,
+    rows: jax.Array,
+    eps: jax.Array,
+    form: Form,
+    preconditioning: str,
+    precision: lax.PrecisionLike,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Q of the first segment from the Gram matrix r of X · 2^-power, which Q times the same makes the next X."""
+    scale = factors(r, power, eps, preconditioning)
+    return _segment(scale * r * scale.mT, rows[: form.segments[0]], form, precision, dtype) * scale.mT
 
 
 def _segment(
@@ -95,7 +109,7 @@ def _segment(
     return q * eye + p
 
 
-def _apply(q: jax.Array, x: jax.Array, form: Form, precision: lax.PrecisionLike) -> jax.Array:
+def apply(q: jax.Array, x: jax.Array, form: Form, precision: lax.PrecisionLike) -> jax.Array:
     """QX in the dtype of X. In Gram space Q cancels against X, so it is never rounded to a narrow dtype."""
     if form.direct:
         return jnp.matmul(q.astype(x.dtype), x, precision=precision, preferred_element_type=q.dtype).astype(x.dtype)

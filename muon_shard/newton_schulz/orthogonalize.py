@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from muon_shard.newton_schulz.coefficients import coefficients, slopes
-from muon_shard.newton_schulz.forms import METHODS, Form, choose
-from muon_shard.newton_schulz.iterate import Each, iterate
-from muon_shard.newton_schulz.scaling import PRECONDITIONINGS
-from muon_shard.orthogonalizer import Adaptive, Orthogonalizer, Work, as_orthogonalizer
+from muon_shard.newton_schulz.forms import METHODS, Form, choose, platform_of, segments
+from muon_shard.newton_schulz.iterate import Each, apply, first_factor, iterate
+from muon_shard.newton_schulz.products import PRODUCTS, gram, wide
+from muon_shard.newton_schulz.scaling import PRECONDITIONINGS, times_power
+from muon_shard.orthogonalizer import Adaptive, GramSpace, Orthogonalizer, Work, as_orthogonalizer
 
 Method = Literal["auto", "direct", "gram"]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
@@ -58,20 +59,42 @@ class NewtonSchulz(Orthogonalizer):
         form, cost = self._choice(m, n, dtype)
         return Work(form.name, form.flops(m, n), round(cost))
 
+    def in_gram_space(self, dtype: jax.typing.DTypeLike) -> "GramNewtonSchulz | str":
+        if self.slopes is None:
+            return "the coefficients are traced, so nobody can tell whether Gram matrices alone are safe"
+        if len(cut := segments(self.slopes, PRODUCTS["highest"].delta)) > 1:
+            return f"its {self.steps} steps need {len(cut) - 1} restarts from the whole matrix"
+        if self.preconditioning == "aol":
+            return "preconditioning='aol' scales rows, which makes its factor unsymmetric"
+        return GramNewtonSchulz(self, str(jnp.dtype(dtype)))
+
     def on(self, platform: str) -> "NewtonSchulz":
         return dataclasses.replace(self, platform=platform)
 
+    @property
+    def each(self) -> Each:
+        """How the platform runs a batch."""
+        return one_by_one if self.platform == "cpu" else batched
+
     def _choice(self, m: int, n: int, dtype: jax.typing.DTypeLike) -> tuple[Form, float]:
-        full = self.precision in (lax.Precision.HIGHEST, "highest", "float32")
         name = str(jnp.dtype(dtype))
-        return choose(m, n, name, self.slopes, self.steps, self.method, self.platform, full)
+        return choose(m, n, name, self.slopes, self.steps, self.method, self.platform, self.full)
+
+    @property
+    def full(self) -> bool:
+        """Whether float32 products are wanted at full precision."""
+        return self.precision in (lax.Precision.HIGHEST, "highest", "float32")
+
+    def rows(self, coeffs: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Coefficients [3] or [steps, 3] → [steps, 3] in the precision that matrices of `dtype` are worked on in."""
+        return jnp.broadcast_to(coeffs, (self.steps, 3)).astype(wide(jnp.finfo(dtype).dtype))
 
     def __call__(self, x: jax.Array, coeffs: jax.Array, eps: jax.Array) -> jax.Array:
         """`x` [batch, m, n] with m ≤ n, `coeffs` [3] or [steps, 3], `eps` [] → [batch, m, n] of the same dtype."""
-        rows = jnp.broadcast_to(coeffs, (self.steps, 3)).astype(jnp.promote_types(x.real.dtype, jnp.float32))
+        rows = self.rows(coeffs, x.dtype)
         m, n = x.shape[-2:]
         form = self.form(m, n, x.dtype)
-        each = one_by_one if self.platform == "cpu" else batched
+        each = self.each
 
         def run(x: jax.Array, each: Each) -> jax.Array:
             return iterate(x, rows, eps, form, self.preconditioning, self.precision, each)
@@ -81,6 +104,44 @@ class NewtonSchulz(Orthogonalizer):
         if form.direct:
             return each(lambda x: run(x, batched), x)
         return run(x, each)
+
+
+@dataclasses.dataclass(frozen=True)
+class GramNewtonSchulz(GramSpace):
+    """Newton–Schulz in one segment of the Gram form, taken apart."""
+
+    whole: NewtonSchulz
+    dtype: str
+
+    @property
+    def form(self) -> Form:
+        return Form((self.whole.steps,), PRODUCTS["highest"])
+
+    def gram(self, x: jax.Array, power: jax.Array) -> jax.Array:
+        form, precision = self.form, self.whole.precision
+        return self.whole.each(lambda x, p: gram(form.products, times_power(x, -p), form.blocks, precision), x, power)
+
+    def factor(self, r: jax.Array, power: jax.Array, *operands: jax.Array) -> jax.Array:
+        (coeffs, eps), whole = operands, self.whole
+        rows = whole.rows(coeffs, self.dtype)
+
+        def one(power: jax.Array, r: jax.Array) -> jax.Array:
+            return first_factor(
+                power, r, rows, eps, self.form, whole.preconditioning, whole.precision, jnp.dtype(self.dtype)
+            )
+
+        return whole.each(one, power, r)
+
+    def apply(self, q: jax.Array, power: jax.Array, x: jax.Array) -> jax.Array:
+        return apply(q, times_power(x, -power), self.form, self.whole.precision)
+
+    def works(self, m: int, n: int) -> tuple[Work, Work]:
+        square, gram, apply = self.form.flops_of_products(m, n)
+        platform = platform_of(self.whole.platform)
+        costs = self.form.costs(m, n, jnp.dtype(self.dtype), platform, self.whole.full)
+        return tuple(
+            Work("gram", flops, round(cost)) for flops, cost in zip((square, gram + apply), costs, strict=True)
+        )  # type: ignore[return-value]
 
 
 def batched(function: Any, *batches: jax.Array) -> Any:

@@ -16,12 +16,16 @@ SQUARINGS = 18
 """The Schatten norm of order 2^19 exceeds the spectral norm by at most ln(m) / 2^19: 2e-5 for 4096 rows."""
 
 
-def exponent(x: jax.Array) -> jax.Array:
-    """[..., m, n] → [..., 1, 1] int32: the power of two of each largest entry; 0 for zero, inf, NaN."""
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-    power = jnp.frexp(largest.astype(jnp.promote_types(largest.dtype, jnp.float32)))[1]
-    most = FARTHEST if jnp.finfo(x.dtype).maxexp <= 128 else 8 * FARTHEST
-    return jnp.where(jnp.isfinite(largest), jnp.clip(power, -most, most), 0)
+def largest(x: jax.Array) -> jax.Array:
+    """[..., m, n] → [..., 1, 1]: the size of each largest entry, in float32 at least."""
+    most = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    return most.astype(jnp.promote_types(most.dtype, jnp.float32))
+
+
+def exponent(most: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """int32: the power of two of the `largest` entries of matrices of `dtype`; 0 for zero, inf, NaN."""
+    farthest = FARTHEST if jnp.finfo(dtype).maxexp <= 128 else 8 * FARTHEST
+    return jnp.where(jnp.isfinite(most), jnp.clip(jnp.frexp(most)[1], -farthest, farthest), 0)
 
 
 def times_power(x: jax.Array, power: jax.Array) -> jax.Array:

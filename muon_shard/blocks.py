@@ -1,0 +1,80 @@
+"""Matrices travel as blocks: local shards as pages, pages of all peers as whole matrices, and back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muon_shard.layout import Kind
+from muon_shard.packing import Packing
+from muon_shard.transports import take_pages
+from muon_shard.views import View
+
+
+class Blocks(View):
+    """Owners hold whole matrices."""
+
+    @property
+    def returned(self) -> jnp.dtype:
+        return jnp.dtype(self.out_dtype)
+
+    def pack(self, shards: list[jax.Array]) -> tuple[jax.Array, None]:
+        flat = []
+        for x, layout in zip(shards, self.layouts, strict=True):
+            rows = x.transpose(layout.order).reshape(layout.count, layout.kind.elements)
+            flat.append(to_pages(rows, self.packing.page).reshape(-1, self.packing.page))
+        return jnp.concatenate(flat), None
+
+    def batch(self, kind: Kind) -> tuple[int, ...]:
+        return kind.canonical
+
+    def assemble(self, received: jax.Array, kind: Kind, count: int) -> jax.Array:
+        ways, order = _grid(kind, self.packing)
+        blocks = received.reshape(-1, count, received.shape[1] // count)[:, :, : kind.elements]
+        x = blocks.reshape(*ways, count, *kind.block).transpose(order).reshape(count, *kind.shape)
+        return x.mT if kind.shape[0] > kind.shape[1] else x
+
+    def orthogonalize(self, x: jax.Array, operands: tuple[jax.Array, ...]) -> jax.Array:
+        return self.orthogonalizer(x, *operands)
+
+    def disassemble(self, y: jax.Array, kind: Kind) -> jax.Array:
+        ways, order = _grid(kind, self.packing)
+        y = y.astype(self.out_dtype)
+        y = y.mT if kind.shape[0] > kind.shape[1] else y
+        placed = (*ways, y.shape[0], *kind.block)
+        blocks = y.reshape([placed[i] for i in order]).transpose(np.argsort(order))
+        blocks = blocks.reshape(-1, y.shape[0], kind.elements)
+        return to_pages(blocks, self.packing.page).reshape(blocks.shape[0], -1)
+
+    def unpack(self, pages: jax.Array, table: Any, kept: None) -> list[jax.Array]:
+        """Leaf by leaf, so that every byte is copied once."""
+        shards = []
+        for layout, rows in zip(self.layouts, rows_of_leaves(pages, table, self.packing), strict=True):
+            x = rows[:, : layout.kind.elements].reshape([layout.local_shape[d] for d in layout.order])
+            shards.append(x.transpose(np.argsort(layout.order)))
+        return shards
+
+
+def to_pages(rows: jax.Array, page: int) -> jax.Array:
+    """Rows filled up to whole pages."""
+    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, -rows.shape[-1] % page),))
+
+
+def rows_of_leaves(pages: jax.Array, table: Any, packing: Packing) -> list[jax.Array]:
+    """For each leaf [matrices, padded size] from the pages that `table` lists in pool order."""
+    rows, at = [], 0
+    for kind, count in packing.leaves:
+        end = at + count * packing.kind_pages[kind]
+        rows.append(take_pages(pages, table[at:end]).reshape(count, -1))
+        at = end
+    return rows
+
+
+def _grid(kind: Kind, packing: Packing) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the exchange axes, and the order of [exchange axes…, matrix, block dims…] that places blocks."""
+    sizes = dict(packing.mesh_axes)
+    order = [len(packing.exchange)]
+    for d, axes in enumerate(kind.axes):
+        order += [*(packing.exchange.index(a) for a in axes), len(packing.exchange) + 1 + d]
+    return tuple(sizes[a] for a in packing.exchange), tuple(order)

@@ -1,0 +1,52 @@
+"""Gram matrices to owners, Q to everyone: matrices themselves never move."""
+
+import math
+from typing import Any
+
+import jax
+from jax import lax
+
+from muon_shard.cost import Collective, Traffic
+from muon_shard.layout import MeshAxes
+from muon_shard.transports.base import Transport, names, take_pages
+
+
+class Gram(Transport):
+    """For skinny matrices cut along the long side: R = XXᴴ is a sum over the devices, and QX is local.
+
+    Pages are halves of m×m matrices in float32. A matrix whose short side is cut is first turned, its columns cut
+    instead, by an `all_to_all` over the axes of the short side.
+    """
+
+    name = "gram"
+
+    def refuses(self, exchange: MeshAxes) -> str:
+        return "" if exchange else "no matrix axis is sharded"
+
+    def why(self, exchange: tuple[str, ...], batch: tuple[str, ...]) -> str:
+        return f"only Gram matrices travel over {'+'.join(exchange)}"
+
+    def collectives(self, traffic: Traffic) -> tuple[Collective, ...]:
+        axes, peers = traffic.axes, traffic.peers
+        return (
+            *_turns(traffic, "short sides together"),
+            Collective("all-reduce", axes, peers, traffic.scales, "scales"),
+            Collective("reduce-scatter", axes, peers, traffic.row * traffic.item, "Gram matrices to owners"),
+            Collective("all-gather", axes, peers, peers * traffic.row * traffic.out, "results to all"),
+            *_turns(traffic, "results back"),
+        )
+
+    def bring(self, pool: jax.Array, table: Any, exchange: MeshAxes) -> jax.Array:
+        sent = take_pages(pool, table).reshape(table.shape[0], -1)
+        return lax.psum_scatter(sent, names(exchange), scatter_dimension=0, tiled=True)
+
+    def back(self, results: jax.Array, exchange: MeshAxes) -> jax.Array:
+        return lax.all_gather(results, names(exchange), axis=0, tiled=True)
+
+
+def _turns(traffic: Traffic, purpose: str) -> list[Collective]:
+    """The hop that turns matrices whose short side is cut."""
+    return [
+        Collective("all-to-all", names(axes), math.prod(size for _, size in axes), moved, purpose)
+        for axes, moved in traffic.turned
+    ]
