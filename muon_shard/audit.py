@@ -236,7 +236,9 @@ def _tally(sizes: Sizes) -> Tally:
 
 def _to_text(audited: Audit) -> str:
     """The audit as `print` shows it: the verdict, then one row for each kind and axes."""
-    console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False, markup=False)
+    console = Console(
+        width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False, force_jupyter=False, markup=False
+    )
     mesh = " × ".join(f"{name} {size}" for name, size in audited.mesh_axes) or "one device"
     judged = {"extra": audited.extra, "missing": audited.missing, "resized": audited.resized}
     wrong = [f"{len(rows)} {verdict}" for verdict, rows in judged.items() if rows]

@@ -19,12 +19,9 @@ class Blocks(View):
     def returned(self) -> jnp.dtype:
         return jnp.dtype(self.out_dtype)
 
-    def pack(self, shards: list[jax.Array]) -> tuple[jax.Array, None]:
-        flat = []
-        for x, layout in zip(shards, self.layouts, strict=True):
-            rows = x.transpose(layout.order).reshape(layout.count, layout.kind.elements)
-            flat.append(to_pages(rows, self.packing.page).reshape(-1, self.packing.page))
-        return jnp.concatenate(flat), None
+    def pack(self, blocks: list[jax.Array]) -> tuple[jax.Array, None]:
+        page = self.packing.page
+        return jnp.concatenate([to_pages(rows, page).reshape(-1, page) for rows in blocks]), None
 
     def batch(self, kind: Kind) -> tuple[int, ...]:
         return kind.canonical
@@ -48,12 +45,8 @@ class Blocks(View):
         return to_pages(blocks, self.packing.page).reshape(blocks.shape[0], -1)
 
     def unpack(self, pages: jax.Array, table: Any, kept: None) -> list[jax.Array]:
-        """Leaf by leaf, so that every byte is copied once."""
-        shards = []
-        for layout, rows in zip(self.layouts, rows_of_leaves(pages, table, self.packing), strict=True):
-            x = rows[:, : layout.kind.elements].reshape([layout.local_shape[d] for d in layout.order])
-            shards.append(x.transpose(np.argsort(layout.order)))
-        return shards
+        rows = rows_of_leaves(pages, table, self.packing)
+        return [x[:, : kind.elements] for x, kind in zip(rows, self.kinds, strict=True)]
 
 
 def to_pages(rows: jax.Array, page: int) -> jax.Array:
@@ -62,7 +55,7 @@ def to_pages(rows: jax.Array, page: int) -> jax.Array:
 
 
 def rows_of_leaves(pages: jax.Array, table: Any, packing: Packing) -> list[jax.Array]:
-    """For each leaf [matrices, padded size] from the pages that `table` lists in pool order."""
+    """For each leaf [matrices, padded size] from the pages `table` lists; one by one: every byte is copied once."""
     rows, at = [], 0
     for kind, count in packing.leaves:
         end = at + count * packing.kind_pages[kind]

@@ -84,6 +84,29 @@ class Choice:
     why: str
     alternatives: tuple[Alternative, ...]
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The best estimate of every transport that can serve, in the order of `TRANSPORTS`."""
+        found: dict[str, float] = {}
+        for a in self.alternatives:
+            if not a.refused:
+                found[a.transport] = min(a.seconds, found.get(a.transport, math.inf))
+        return found
+
+    @property
+    def taken(self) -> Alternative:
+        """The alternative that was chosen."""
+        return next(a for a in self.alternatives if (a.transport, a.shared) == (self.transport, self.shared))
+
+    @property
+    def estimate(self) -> float:
+        return self.taken.seconds
+
+    def pinned(self, transport: str, sharing: str | tuple[str, ...]) -> Alternative:
+        """What would be chosen of a transport that can serve, over all replicas ('all') or the fewest."""
+        of_transport = [a for a in self.alternatives if a.transport == transport and not a.refused]
+        return of_transport[0 if sharing == "all" else -1]
+
 
 def choose(question: Question, topology: Topology, rate: float, options: PlanOptions) -> Choice | str:
     """The choice for one domain; why the options cannot be met, and what can, if they cannot.
@@ -105,10 +128,14 @@ def choose(question: Question, topology: Topology, rate: float, options: PlanOpt
         legal = pinned
     best = min(legal, key=lambda a: a.seconds)
     usual = next((a for a in legal if a.transport in USUAL), best)
-    gain = usual.seconds - best.seconds
-    if gain < max(WORTHWHILE_SHARE * usual.seconds, WORTHWHILE_SECONDS):
+    if not is_worthwhile(usual.seconds, best.seconds):
         best = usual
     return Choice(best.transport, best.shared, _why(best, usual, question), alternatives)
+
+
+def is_worthwhile(usual: float, other: float) -> bool:
+    """Whether another way, by its seconds, is enough faster than the usual one."""
+    return usual - other >= max(WORTHWHILE_SHARE * usual, WORTHWHILE_SECONDS)
 
 
 def _alternatives(question: Question, topology: Topology, rate: float, options: PlanOptions) -> Iterator[Alternative]:

@@ -1,4 +1,4 @@
-"""Runs a plan: pack pages → exchange in → one switch over programs → exchange out → share over free axes → unpack.
+"""Runs a plan, in each wave: pack → exchange in → one switch over programs → exchange out → share → unpack.
 
 The only place that calls `shard_map`. Devices do different work in one SPMD program: every collective is outside the
 switch, every Newton–Schulz inside.
@@ -18,7 +18,7 @@ from muon_shard.blocks import Blocks
 from muon_shard.gram_space import GramMatrices
 from muon_shard.layout import Layout, MeshAxes, spec_entries
 from muon_shard.packing import Packing
-from muon_shard.plan import Domain, MeshPlan
+from muon_shard.plan import Domain, MeshPlan, Wave
 from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec
 from muon_shard.transports import Gram, take_pages
 from muon_shard.views import View
@@ -85,28 +85,69 @@ def _replicated(x: jax.Array, mesh: AnyMesh) -> jax.Array:
 
 
 def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -> tuple[jax.Array, ...]:
-    """What every device does with its local shards."""
-    views = [_view(plan, domain) for domain in plan.domains]
+    """What every device does with its local shards.
+
+    Two waves are under way at a time, so that one can talk while the other computes: the third begins when the results
+    of the first are there. Left to itself XLA begins all at once, and keeps the buffers of all.
+    """
+    layouts = [leaf.layout for leaf in plan.leaves]
+    blocks = [
+        x.transpose(layout.order).reshape(layout.count, layout.kind.elements)
+        for x, layout in zip(shards, layouts, strict=True)
+    ]
+    updates: list[list[jax.Array]] = [[] for _ in shards]
+    starts: list[Any] = [0, 0]
+    for wave, start in zip(plan.waves, starts, strict=False):
+        parts = _wave(plan, wave, operands, blocks, start)
+        starts.append(_after(parts))  # seen by the loop: the third wave begins with the end of the first
+        for leaf, part in parts:
+            updates[leaf].append(part)
+    return tuple(_shard(jnp.concatenate(parts), layout) for parts, layout in zip(updates, layouts, strict=True))
+
+
+def _after(parts: list[tuple[int, jax.Array]]) -> jax.Array:
+    """Zero, but only when all parts are there: XLA on CPU takes no notice of `optimization_barrier`."""
+    seen = [jnp.isnan(part[0, 0]).astype(jnp.int32) for _, part in parts]
+    return jnp.minimum(sum(seen), 0)
+
+
+def _shard(blocks: jax.Array, layout: Layout) -> jax.Array:
+    """A leaf's local shard from the blocks of its matrices."""
+    x = blocks.reshape([layout.local_shape[d] for d in layout.order])
+    return x.transpose(np.argsort(layout.order))
+
+
+def _wave(
+    plan: MeshPlan, wave: Wave, operands: tuple[jax.Array, ...], blocks: list[jax.Array], start: Any
+) -> list[tuple[int, jax.Array]]:
+    """The updates of one wave, leaf by leaf, as blocks of the matrices that are in it."""
+    views = [_view(plan, domain) for domain in wave.domains]
     buffers, kept = [], []
-    for domain, view in zip(plan.domains, views, strict=True):
+    for domain, view in zip(wave.domains, views, strict=True):
         p = domain.packing
-        pool, mine = view.pack([shards[i] for i in domain.leaves])
+        pool, mine = view.pack([blocks[leaf][first:last] for leaf, first, last in domain.spans])
         table = _of_device(_of_device(p.tables.send, p.mesh_axes, p.rows), p.mesh_axes, p.shared)
-        buffers.append(domain.carrier.bring(pool, table, p.exchange_axes))
+        buffers.append(domain.carrier.bring(_not_before(start, pool), table, p.exchange_axes))
         kept.append(mine)
-    outs = _run_programs(plan, views, operands, buffers)
-    updates: dict[int, jax.Array] = {}
-    for domain, view, mine, out in zip(plan.domains, views, kept, outs, strict=True):
+    outs = _run_programs(plan, wave, views, operands, buffers)
+    updates: list[tuple[int, jax.Array]] = []
+    for domain, view, mine, out in zip(wave.domains, views, kept, outs, strict=True):
         back = domain.carrier.back(out, domain.packing.exchange_axes)
         pages, table = _share(back.reshape(-1, domain.packing.page), domain.packing)
-        updates |= dict(zip(domain.leaves, view.unpack(pages, table, mine), strict=True))
-    return tuple(updates[i] for i in range(len(shards)))
+        updates += zip(domain.leaves, view.unpack(pages, table, mine), strict=True)
+    return updates
+
+
+def _not_before(start: Any, pool: jax.Array) -> jax.Array:
+    """The same pool, once `start` is known to be zero."""
+    if isinstance(start, int):
+        return pool
+    return lax.dynamic_slice_in_dim(jnp.pad(pool, ((0, 1), (0, 0))), start, len(pool))
 
 
 def _view(plan: MeshPlan, domain: Domain) -> View:
     view = GramMatrices if isinstance(domain.carrier, Gram) else Blocks
-    layouts = tuple(plan.leaves[i].layout for i in domain.leaves)
-    return view(layouts, domain.packing, plan.orthogonalizer, domain.dtype, domain.out_dtype)
+    return view(domain.packing, plan.orthogonalizer, domain.dtype, domain.out_dtype)
 
 
 def _share(pages: jax.Array, packing: Packing) -> tuple[jax.Array, Any]:
@@ -135,13 +176,13 @@ def _of_device(table: Any, mesh_axes: MeshAxes, axes: tuple[str, ...]) -> Any:
 
 
 def _run_programs(
-    plan: MeshPlan, views: Sequence[View], operands: tuple[jax.Array, ...], buffers: list[jax.Array]
+    plan: MeshPlan, wave: Wave, views: Sequence[View], operands: tuple[jax.Array, ...], buffers: list[jax.Array]
 ) -> list[jax.Array]:
-    branches = [functools.partial(_program, views, slots, operands) for slots in plan.programs]
+    branches = [functools.partial(_program, views, slots, operands) for slots in wave.programs]
     if len(branches) == 1:
         return branches[0](buffers)
     me = lax.axis_index(tuple(name for name, _ in plan.mesh_axes))
-    return lax.switch(jnp.asarray(plan.program_of, jnp.int32)[me], branches, buffers)
+    return lax.switch(jnp.asarray(wave.program_of, jnp.int32)[me], branches, buffers)
 
 
 def _program(

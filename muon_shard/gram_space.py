@@ -17,7 +17,7 @@ from jax import lax
 
 from muon_shard import triangles
 from muon_shard.blocks import rows_of_leaves, to_pages
-from muon_shard.layout import Kind, Layout, MeshAxes
+from muon_shard.layout import Kind, MeshAxes
 from muon_shard.newton_schulz.products import wide
 from muon_shard.newton_schulz.scaling import exponent, largest
 from muon_shard.orthogonalizer import GramSpace, Orthogonalizer
@@ -100,9 +100,9 @@ class GramMatrices(View):
     def space(self) -> GramSpace:
         return space(self.orthogonalizer, self.dtype)
 
-    def pack(self, shards: list[jax.Array]) -> tuple[jax.Array, Any]:
-        xs = [_flat(x, layout) for x, layout in zip(shards, self.layouts, strict=True)]
-        xs = _turn(xs, [Sides.of(layout.kind) for layout in self.layouts], self.packing, there=True)
+    def pack(self, blocks: list[jax.Array]) -> tuple[jax.Array, Any]:
+        sides = [Sides.of(kind) for kind in self.kinds]
+        xs = _turn([_wide(x, s) for x, s in zip(blocks, sides, strict=True)], sides, self.packing, there=True)
         powers = self._powers(xs)
         first = lax.axis_index(self.packing.exchange) == 0
         flat = []
@@ -139,27 +139,20 @@ class GramMatrices(View):
 
     def unpack(self, pages: jax.Array, table: Any, kept: Any) -> list[jax.Array]:
         ys = []
-        for layout, rows, x, power in zip(self.layouts, rows_of_leaves(pages, table, self.packing), *kept, strict=True):
-            m = layout.kind.canonical[0]
+        for kind, rows, x, power in zip(self.kinds, rows_of_leaves(pages, table, self.packing), *kept, strict=True):
+            m = kind.canonical[0]
             q = triangles.unpack(rows[:, : triangles.size(m)], m)
             ys.append(self.space.apply(q, power, x).astype(self.out_dtype))
-        ys = _turn(ys, [Sides.of(layout.kind) for layout in self.layouts], self.packing, there=False)
-        return [_unflat(y, layout) for y, layout in zip(ys, self.layouts, strict=True)]
+        sides = [Sides.of(kind) for kind in self.kinds]
+        ys = _turn(ys, sides, self.packing, there=False)
+        return [(y.mT if s.rows_long else y).reshape(len(y), -1) for y, s in zip(ys, sides, strict=True)]
 
 
-def _flat(x: jax.Array, layout: Layout) -> jax.Array:
-    """A local shard as [count, short, long]."""
-    sides = Sides.of(layout.kind)
-    x = x.transpose(layout.order)
+def _wide(x: jax.Array, sides: Sides) -> jax.Array:
+    """Local blocks [count, elements] as [count, short, long]."""
     if sides.rows_long:
-        return x.reshape(layout.count, sides.long, sides.short).mT
-    return x.reshape(layout.count, sides.short, sides.long)
-
-
-def _unflat(y: jax.Array, layout: Layout) -> jax.Array:
-    """Inverse of `_flat`."""
-    y = y.mT if Sides.of(layout.kind).rows_long else y
-    return y.reshape([layout.local_shape[d] for d in layout.order]).transpose(np.argsort(layout.order))
+        return x.reshape(len(x), sides.long, sides.short).mT
+    return x.reshape(len(x), sides.short, sides.long)
 
 
 def _turn(xs: list[jax.Array], sides: list[Sides], packing: Packing, there: bool) -> list[jax.Array]:

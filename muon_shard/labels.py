@@ -4,11 +4,13 @@ Three ways to say it, all through `muon_weight_dimension_numbers`, as in optax:
 
 * None (the default): optax's rule, every rank-2 leaf is a matrix. A leaf that this rule probably gets wrong (a rank-2
   embedding, a rank-3 stack of matrices) is flagged in the plan.
-* `by_path`: rules on names and shapes, for trees with embeddings, norms, scanned stacks, experts, convolutions.
+* rules on names and shapes, first match wins: `by_path` for most trees, `flax_modules`, `maxtext`, `hugging_face` for
+  theirs, and `from_rules` for one's own.
 * a tree of `optax.contrib.MuonDimensionNumbers` (None: Adam), a prefix of one, or a callable that returns one.
 """
 
 import dataclasses
+import math
 import operator
 import re
 import warnings
@@ -20,19 +22,177 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from muon_shard.errors import Offence, raise_for_leaves
-from muon_shard.trees import flatten_with_paths, is_dimension_numbers, spread
+from muon_shard.trees import flatten_with_paths, is_dimension_numbers, leaf_path, spread
 
 DimensionNumbers = MuonDimensionNumbers | Any | Callable[[Any], Any] | None
+Shape = tuple[int, ...]
+GUESSED = "guessed"
+
+
+def unboxed_path(path: str) -> str:
+    """A path without the `.value` of flax's boxes, which are around arrays at some places and not at others."""
+    return path.removesuffix(".value")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Leaves of which a part of the path matches `pattern`, in lower or upper case, and the shape passes `where`.
+
+    `to` holds their dimension numbers, or a function of the shape, or None for Adam; `why` says so in a few words.
+    """
+
+    pattern: str
+    to: MuonDimensionNumbers | Callable[[Shape], MuonDimensionNumbers | None] | None
+    why: str = ""
+    where: Callable[[Shape], bool] = lambda shape: True
+    guess: bool = False
+
+    def matches(self, path: str, shape: Shape) -> bool:
+        return self.where(shape) and re.search(self.pattern, path, re.IGNORECASE) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """A callable for `muon_weight_dimension_numbers=`: the first rule that matches a leaf says what it is."""
+
+    name: str
+    rules: tuple[Rule, ...]
+    otherwise: "Rules | None" = None
+
+    def __call__(self, tree: Any) -> Any:
+        """A tree of dimension numbers like `tree`, None for Adam."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        return jax.tree.unflatten(treedef, [self.of(leaf_path(path), leaf.shape)[0] for path, leaf in flat])
+
+    def of(self, path: str, shape: Shape) -> tuple[MuonDimensionNumbers | None, str, bool]:
+        """Dimension numbers of a leaf, the rule that said so, and whether it is a guess."""
+        for rule in self.rules:
+            if rule.matches(slashed(path), shape):
+                to = rule.to if rule.to is None or isinstance(rule.to, MuonDimensionNumbers) else rule.to(shape)
+                return to, f"{self.name}: {rule.why or repr(rule.pattern)}", rule.guess
+        return self.otherwise.of(path, shape) if self.otherwise else (None, f"{self.name}: no rule", False)
+
+
+def slashed(path: str) -> str:
+    """`blocks/0/wq/kernel` for `params['blocks'][0].wq['kernel'].value`: what the patterns of rules see."""
+    return "/".join(re.findall(r"\w[^\[\]'\".]*", unboxed_path(path).removeprefix("params")))
+
+
+def from_rules(rules: Sequence[tuple[str, MuonDimensionNumbers | str | None]], otherwise: Rules | None = None) -> Rules:
+    """Rules of one's own: `from_rules([("experts/up", Dims(1, 2)), ("gate$", "adam")])`.
+
+    Args:
+        rules: (pattern, dims) pairs: a regular expression searched in paths like `blocks/0/wq/kernel`, and
+            `optax.contrib.MuonDimensionNumbers`, whose axes may be negative, or 'adam'.
+        otherwise: what decides about leaves that no pattern matches; None: `by_path`.
+
+    Raises:
+        ValueError: listing all entries that are no rules.
+    """
+    faults = [f"* entry {i}, {entry!r}: {fault}" for i, entry in enumerate(rules) if (fault := _why_no_rule(entry))]
+    if faults:
+        raise ValueError("\n".join(["from_rules: expected pairs (pattern, MuonDimensionNumbers or 'adam').", *faults]))
+    own = tuple(Rule(pattern, to if isinstance(to, MuonDimensionNumbers) else None) for pattern, to in rules)
+    return Rules("from_rules", own, otherwise or by_path)
+
+
+def _why_no_rule(entry: Any) -> str:
+    if not isinstance(entry, tuple | list) or len(entry) != 2 or not isinstance(entry[0], str):
+        return "not a pair that begins with a pattern"
+    try:
+        re.compile(entry[0])
+    except re.error as error:
+        return f"not a regular expression, {error}"
+    known = entry[1] is None or entry[1] == "adam" or isinstance(entry[1], MuonDimensionNumbers)
+    return "" if known else f"{entry[1]!r} is neither MuonDimensionNumbers nor 'adam'"
+
+
+def _rank(*ranks: int) -> Callable[[Shape], bool]:
+    return lambda shape: len(shape) in ranks
+
+
+def _stacked(shape: Shape) -> MuonDimensionNumbers:
+    return MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
+
+
+def _convolution(shape: Shape) -> MuonDimensionNumbers:
+    return MuonDimensionNumbers(tuple(range(len(shape) - 1)), len(shape) - 1)
+
 
 NOT_MATRICES = (
-    (r"embed|wte\b|wpe\b|token_emb|vocab", "an embedding table by name"),
-    (r"lm_?head|\bhead\b|unembed|logits|classifier", "an output head by name"),
-    (r"norm|\bln_?\w*\b|layernorm", "a norm by name"),
-    (r"bias\b|\bb\b", "a bias by name"),
-    (r"\bscale\b|gamma|beta\b", "a scale by name"),
-    (r"router|\bgate_logits\b|gating", "a router by name"),
-    (r"pos_?emb|positional|\brope\b|\bpos\b", "a positional table by name"),
+    Rule("", None, "rank 0", _rank(0)),
+    Rule("", None, "rank 1", _rank(1)),
+    Rule(r"embed|wte\b|wpe\b|token_emb|vocab", None, "an embedding table by name"),
+    Rule(r"lm_?head|\bhead\b|unembed|logits|classifier", None, "an output head by name"),
+    Rule(r"norm|\bln_?\w*\b|layernorm", None, "a norm by name"),
+    Rule(r"bias\b|\bb\b", None, "a bias by name"),
+    Rule(r"\bscale\b|gamma|beta\b", None, "a scale by name"),
+    Rule(r"router|\bgate_logits\b|gating", None, "a router by name"),
+    Rule(r"pos_?emb|positional|\brope\b|\bpos\b", None, "a positional table by name"),
+    Rule("conv", None, "a depthwise convolution", lambda shape: len(shape) > 2 and shape[-2] == 1),
+    Rule("", None, "a stack of vectors", lambda shape: len(shape) > 2 and 1 in shape[-2:]),
 )
+"""What stays with Adam in every tree. Vectors have no singular values to even out."""
+
+SCANNED = r"((layer|block)s?+(?![/_]?\d)|stack|scan)"
+"""Layers in one leaf; `layers/0` and `layers_0` are one layer."""
+
+by_path = Rules(
+    "by_path",
+    (
+        *NOT_MATRICES,
+        Rule("conv", _convolution, "a convolution by name", lambda shape: len(shape) > 2),
+        Rule("", _stacked, "rank 2", _rank(2)),
+        Rule(r"expert|moe", _stacked, "experts by name", _rank(3)),
+        Rule(SCANNED, _stacked, "a stack of layers by name", _rank(3)),
+        Rule(rf"{SCANNED}.*(expert|moe)", _stacked, "stacked experts by name", _rank(4)),
+        Rule("", _stacked, "stacked along all but the last two axes", guess=True),
+    ),
+)
+"""Dimension numbers by name and global shape, for `muon_weight_dimension_numbers=`.
+
+Rules, first match wins: rank 0 and 1 go to Adam, and so do names of embeddings, heads, norms, biases, scales, routers
+and positional tables, depthwise convolutions (one input channel) and stacks of vectors. Rank 2 is a matrix. A higher
+rank is a convolution `[h, w, in, out]` when its name says so, else a stack of matrices along all but its last two axes
+(scanned layers, experts), a guess when no name says so.
+"""
+
+flax_modules = Rules(
+    "flax_modules",
+    (
+        *NOT_MATRICES,
+        Rule(r"(query|key|value)/kernel$", MuonDimensionNumbers(-3, (-2, -1)), "to heads", _rank(3, 4)),
+        Rule(r"out/kernel$", MuonDimensionNumbers((-3, -2), -1), "from heads", _rank(3, 4)),
+    ),
+    by_path,
+)
+"""`by_path`, and attention as the modules of flax lay it out: `[in, heads, head_dim]` and `[heads, head_dim, out]`, for
+NNX and linen, one layer or a stack of layers along the first axis."""
+
+maxtext = Rules(
+    "maxtext",
+    (
+        *NOT_MATRICES,
+        Rule(r"moe\w*/gate/", None, "a router by name"),
+        Rule(r"(moe|expert).*/w[io]\w*(/kernel)?$", MuonDimensionNumbers(-2, -1), "experts", _rank(3, 4)),
+        Rule(r"(query|key|value|wq_b|wkv_b)/kernel$", MuonDimensionNumbers(0, (-2, -1)), "to heads", _rank(3, 4)),
+        Rule(r"attention\w*/out/kernel$", MuonDimensionNumbers((0, -2), -1), "from heads", _rank(3, 4)),
+        Rule(r"kernel$", MuonDimensionNumbers(0, -1), "stacked along the second axis", _rank(2, 3)),
+    ),
+    by_path,
+)
+"""Trees like MaxText's, one layer or scanned: layers along the second axis, `[in, layers, heads, head_dim]`."""
+
+hugging_face = Rules(
+    "hugging_face",
+    (
+        *NOT_MATRICES,
+        Rule(r"predictions/decoder/|qa_outputs/|\bscore/|proj_out/", None, "an output head by name"),
+        Rule(r"(c_attn|q_attn|c_fc|c_proj)/kernel$", MuonDimensionNumbers(1, 0), "a Conv1D, [out, in]", _rank(2)),
+    ),
+    by_path,
+)
+"""Flax models of Hugging Face transformers: their heads, and GPT-2's `Conv1D`, whose kernels are `[out, in]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,23 +233,19 @@ def route(tree: Any, dimension_numbers: DimensionNumbers = None, where: str = "m
     )
     if dimension_numbers is None:
         return [_two_dimensional_rule(path, leaf) for path, leaf in named]
-    rule = "dimension numbers given"
-    if callable(dimension_numbers):
-        rule = getattr(dimension_numbers, "__name__", "callable")
-        dimension_numbers = dimension_numbers(tree)
-    entries = spread(dimension_numbers, tree, is_dimension_numbers, "muon_weight_dimension_numbers")
     routes, offences = [], []
-    for (path, leaf), entry in zip(named, entries, strict=True):
+    for (path, leaf), (entry, rule, guess) in zip(named, _entries(tree, dimension_numbers), strict=True):
         if entry is None:
-            reason = name_rule(path, leaf.shape) or "no matrix declared" if rule == "by_path" else "None given"
-            routes.append(_record(path, leaf, "adam", f"{rule}: {reason}"))
+            routes.append(_record(path, leaf, "adam", rule))
             continue
         reason = _why_not_a_matrix(leaf, entry)
         if reason:
             offences.append(Offence(path, reason, leaf.shape, _short(leaf.dtype)))
             continue
-        rows, cols = _axes(leaf.ndim, entry.reduction_axis), _axes(leaf.ndim, entry.output_axis)
-        routes.append(_record(path, leaf, "muon", rule, rows=rows, cols=cols))
+        rank = len(leaf.shape)
+        rows, cols = _axes(rank, entry.reduction_axis), _axes(rank, entry.output_axis)
+        doubt = f"{GUESSED}: matrices {_product(leaf, rows)} × {_product(leaf, cols)}" if guess else ""
+        routes.append(_record(path, leaf, "muon", rule, rows=rows, cols=cols, doubt=doubt))
     raise_for_leaves(
         where,
         "cannot be viewed as matrices",
@@ -97,6 +253,18 @@ def route(tree: Any, dimension_numbers: DimensionNumbers = None, where: str = "m
         "Consider passing other muon_weight_dimension_numbers= for these leaves, or None to send them to Adam.",
     )
     return routes
+
+
+def _entries(tree: Any, dimension_numbers: DimensionNumbers) -> list[tuple[Any, str, bool]]:
+    """Dimension numbers of each leaf, the rule that gave them, and whether it is a guess."""
+    if isinstance(dimension_numbers, Rules):
+        return [dimension_numbers.of(path, leaf.shape) for path, leaf in flatten_with_paths(tree)[0]]
+    rule = "dimension numbers given"
+    if callable(dimension_numbers):
+        rule = getattr(dimension_numbers, "__name__", "callable")
+        dimension_numbers = dimension_numbers(tree)
+    entries = spread(dimension_numbers, tree, is_dimension_numbers, "muon_weight_dimension_numbers")
+    return [(entry, rule if entry is not None else f"{rule}: None given", False) for entry in entries]
 
 
 def require_matrices(routes: Sequence[Route], where: str = "muon") -> None:
@@ -127,60 +295,25 @@ def require_matrices(routes: Sequence[Route], where: str = "muon") -> None:
 
 
 def warn_of_doubts(routes: Sequence[Route]) -> None:
-    """One warning that names the leaves which the rank-2 rule probably sends the wrong way."""
+    """One warning that names the leaves which a rule probably sends the wrong way, and those it only guessed."""
     doubtful = [r for r in routes if r.doubt]
     if not doubtful:
         return
     shown = "; ".join(f"{r.path} to {r.label.capitalize()} ({r.doubt})" for r in doubtful[:3])
     more = f"; and {len(doubtful) - 3} more" if len(doubtful) > 3 else ""
+    guessed = doubtful[0].doubt.startswith(GUESSED)
+    rule, remedy = ("a guess", "from_rules([…])") if guessed else ("the rank-2 rule of optax", "by_path")
     warnings.warn(
-        f"muon_shard: the rank-2 rule of optax sends {shown}{more}. If that is not meant, pass "
-        "muon_weight_dimension_numbers=muon_shard.labels.by_path or a tree of your own.",
+        f"muon_shard: {rule} sends {shown}{more}. If that is not meant, pass "
+        f"muon_weight_dimension_numbers=muon_shard.labels.{remedy} or a tree of your own.",
         stacklevel=4,
     )
-
-
-def by_path(tree: Any) -> Any:
-    """Dimension numbers by name and global shape, for `muon_weight_dimension_numbers=`.
-
-    Rules, first match wins: rank 0 and 1 go to Adam, and so do names of embeddings, heads, norms, biases, scales,
-    routers and positional tables, and depthwise convolutions (one input channel). Rank 2 is a matrix. A higher rank is
-    a convolution `[h, w, in, out]` when its name says so, else a stack of matrices along all but its last two axes
-    (scanned layers, experts).
-    """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return jax.tree.unflatten(treedef, [_by_name(jax.tree_util.keystr(path), leaf.shape) for path, leaf in flat])
-
-
-def name_rule(path: str, shape: tuple[int, ...]) -> str:
-    """The rule that keeps a leaf from Muon, or ''."""
-    if len(shape) < 2:
-        return f"rank {len(shape)}"
-    words = re.sub(r"[^A-Za-z0-9_]+", " ", path).lower()
-    for pattern, reason in NOT_MATRICES:
-        if re.search(pattern, words):
-            return reason
-    if _is_conv(path, shape) and shape[-2] == 1:
-        return "a depthwise convolution"
-    return ""
-
-
-def _by_name(path: str, shape: tuple[int, ...]) -> MuonDimensionNumbers | None:
-    if name_rule(path, shape):
-        return None
-    if _is_conv(path, shape):
-        return MuonDimensionNumbers(tuple(range(len(shape) - 1)), len(shape) - 1)
-    return MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
-
-
-def _is_conv(path: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) >= 3 and "conv" in path.lower()
 
 
 def _two_dimensional_rule(path: str, leaf: Any) -> Route:
     rank = len(leaf.shape)
     if rank == 2:
-        name = name_rule(path, leaf.shape)
+        name = next((rule.why for rule in NOT_MATRICES if rule.matches(slashed(path), leaf.shape)), "")
         doubt = f"{name}, yet a matrix by the rank-2 rule" if name else ""
         return _record(path, leaf, "muon", "rank 2", rows=(0,), cols=(1,), doubt=doubt)
     doubt = "may be a stack of matrices, sent to Adam by the rank-2 rule" if rank > 2 else ""
@@ -189,6 +322,10 @@ def _two_dimensional_rule(path: str, leaf: Any) -> Route:
 
 def _record(path: str, leaf: Any, label: str, rule: str, **more: Any) -> Route:
     return Route(path, tuple(leaf.shape), str(leaf.dtype), label, rule, **more)
+
+
+def _product(leaf: Any, dims: Sequence[int]) -> int:
+    return math.prod(leaf.shape[d] for d in dims)
 
 
 def _axes(rank: int, axes: int | Sequence[int]) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class Layout:
     def local_shape(self) -> tuple[int, ...]:
         return tuple(s // self.ways(axes) for s, axes in zip(self.shape, self.spec, strict=True))
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """Matrices of which every device holds a block."""
         return math.prod(self.local_shape[d] for d in self.batch)

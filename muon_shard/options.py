@@ -18,14 +18,18 @@ class PlanOptions:
         dedup_axes: replicating mesh axes over which work is shared: 'all', a tuple of names, or 'auto' for those where
             the compute saved is worth the gather of results.
         ns_method: form of Newton–Schulz: 'auto' takes the cheapest for each shape, 'direct' or 'gram' insist.
-        max_programs: bounds how many different device programs are compiled (compile time grows with it); when the
-            assignment needs more, programs are merged and the FLOPs this costs show in `Plan.balance`.
+        max_wave_bytes: bounds the exchange buffers of one device: what does not fit is exchanged in several waves, none
+            of which waits for another's results. 'auto': an eighth of the device's memory. A matrix is never cut, so
+            the plan says where it had to exceed this.
+        max_programs: bounds how many different device programs are compiled for one wave (compile time grows with it);
+            when the assignment needs more, programs are merged and the FLOPs this costs show in `Plan.balance`.
     """
 
     topology: str | Topology = "auto"
     transport: str = "auto"
     dedup_axes: str | tuple[str, ...] = "auto"
     ns_method: str = "auto"
+    max_wave_bytes: int | str = "auto"
     max_programs: int = 32
 
     def __post_init__(self) -> None:
@@ -41,5 +45,9 @@ class PlanOptions:
             object.__setattr__(self, "dedup_axes", tuple(self.dedup_axes))
         if self.ns_method not in METHODS:
             raise ValueError(f"PlanOptions: unknown ns_method {self.ns_method!r}; known: {', '.join(METHODS)}.")
+        if self.max_wave_bytes != "auto" and (isinstance(self.max_wave_bytes, str) or self.max_wave_bytes < 1):
+            raise ValueError(
+                f"PlanOptions: max_wave_bytes must be 'auto' or at least 1 byte, got {self.max_wave_bytes!r}."
+            )
         if self.max_programs < 1:
             raise ValueError(f"PlanOptions: max_programs must be at least 1, got {self.max_programs}.")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,13 +32,24 @@ class PlannedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """Leaves (of `MeshPlan.leaves`) that share one exchange: same exchange, batch and free axes, same dtypes."""
+    """Matrices that share one exchange: same exchange, batch and free axes, same dtypes.
+
+    `leaves` (of `MeshPlan.leaves`) hold them, `first` is the first local matrix of each that is meant; the packing
+    knows how many.
+    """
 
     leaves: tuple[int, ...]
+    first: tuple[int, ...]
     dtype: str
     out_dtype: str
     packing: Packing
     choice: Choice
+
+    @property
+    def spans(self) -> tuple[tuple[int, int, int], ...]:
+        """(leaf, first, last + 1) of the local matrices."""
+        counts = [count for _, count in self.packing.leaves]
+        return tuple((i, at, at + n) for i, at, n in zip(self.leaves, self.first, counts, strict=True))
 
     @property
     def carrier(self) -> Transport:
@@ -57,35 +68,79 @@ class Domain:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wave:
+    """What is exchanged and computed together."""
+
+    domains: tuple[Domain, ...]
+
+    @functools.cached_property
+    def programs(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Distinct programs: matrices per domain and kind."""
+        return tuple(dict.fromkeys(self._of_devices))
+
+    @functools.cached_property
+    def program_of(self) -> tuple[int, ...]:
+        """Index into `programs` of every device."""
+        number = {program: i for i, program in enumerate(self.programs)}
+        return tuple(number[program] for program in self._of_devices)
+
+    @functools.cached_property
+    def _of_devices(self) -> list[tuple[tuple[int, ...], ...]]:
+        return list(zip(*(domain.packing.slots for domain in self.domains), strict=True))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the exchange buffers of one device, on the way in."""
+        total = 0
+        for d in self.domains:
+            if d.packing.exchange:
+                going = [c.bytes for c in d.carrier.collectives(d.traffic) if not c.purpose.startswith("results")]
+                total += max(d.traffic.peers * d.traffic.row * d.traffic.item, *going)
+        return total
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshPlan:
     """What one `shard_map` runs. Devices are numbered row-major over `mesh_axes`.
 
-    `bound` is how little work the busiest device can have, whatever the assignment of whole matrices.
+    `limit` is how many bytes the exchange buffers of a wave may take, `bound` how little work the busiest device can
+    have, whatever the assignment of whole matrices.
     """
 
     mesh_axes: MeshAxes
     leaves: tuple[PlannedLeaf, ...]
-    domains: tuple[Domain, ...]
+    waves: tuple[Wave, ...]
     orthogonalizer: Orthogonalizer
+    limit: int
     bound: int
 
     @property
     def devices(self) -> int:
         return math.prod(size for _, size in self.mesh_axes)
 
-    @functools.cached_property
-    def programs(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Distinct programs: matrices per domain and kind."""
-        return tuple(dict.fromkeys(self._program(device) for device in range(self.devices)))
+    @property
+    def domains(self) -> tuple[Domain, ...]:
+        """Of all waves."""
+        return tuple(domain for wave in self.waves for domain in wave.domains)
+
+    @property
+    def programs(self) -> int:
+        """Different programs that are compiled, in all waves."""
+        return sum(len(wave.programs) for wave in self.waves)
 
     @functools.cached_property
-    def program_of(self) -> tuple[int, ...]:
-        """Index into `programs` of every device."""
-        number = {program: i for i, program in enumerate(self.programs)}
-        return tuple(number[self._program(device)] for device in range(self.devices))
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """Devices that run the same program in every wave."""
+        members: dict[tuple[int, ...], list[int]] = {}
+        for device, programs in enumerate(zip(*(wave.program_of for wave in self.waves), strict=True)):
+            members.setdefault(programs, []).append(device)
+        return tuple(map(tuple, members.values()))
 
-    def _program(self, device: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(domain.packing.slots[device] for domain in self.domains)
+    @property
+    def stretch(self) -> float:
+        """How much longer NS takes in waves than in one: each waits for its busiest device."""
+        one = int(self.load.max())
+        return sum(int(self.wave_load(wave).max()) for wave in self.waves) / one if one else 1.0
 
     def works(self, domain: Domain) -> tuple[Work, ...]:
         """What one matrix of each kind of the domain costs its owner."""
@@ -106,12 +161,12 @@ class MeshPlan:
     @functools.cached_property
     def flops(self) -> np.ndarray:
         """NS FLOPs that each device executes, [devices]."""
-        return self._load("flops")
+        return self._load("flops", self.domains)
 
     @functools.cached_property
     def load(self) -> np.ndarray:
         """Work of each device, [devices]: FLOPs weighted by how fast each product runs; what is balanced."""
-        return self._load("cost")
+        return self._load("cost", self.domains)
 
     def total(self, field: str) -> int:
         """FLOPs ('flops') or work ('cost') of all matrices of the mesh, each counted once."""
@@ -125,9 +180,13 @@ class MeshPlan:
             total += self.everywhere(domain, field) * rows
         return total
 
-    def _load(self, field: str) -> np.ndarray:
+    def wave_load(self, wave: Wave) -> np.ndarray:
+        """Work of each device in one wave, [devices]."""
+        return self._load("cost", wave.domains)
+
+    def _load(self, field: str, domains: Sequence[Domain]) -> np.ndarray:
         load = np.zeros(self.devices, np.int64)
-        for domain in self.domains:
+        for domain in domains:
             each = np.array([getattr(work, field) for work in self.works(domain)], np.int64)
             load += np.array(domain.packing.slots, np.int64).reshape(self.devices, -1) @ each
             load += self.everywhere(domain, field)
@@ -136,8 +195,12 @@ class MeshPlan:
     @property
     def peak_bytes(self) -> int:
         """Estimated temporaries per device: exchange buffers, and a stack in NS with its Gram matrices."""
+        peaks = [self._peak(wave) for wave in self.waves]  # two waves are under way at a time
+        return max((a + b for a, b in zip(peaks, [*peaks[1:], 0], strict=True)), default=0)
+
+    def _peak(self, wave: Wave) -> int:
         going = working = coming = stack = 0
-        for domain in self.domains:
+        for domain in wave.domains:
             p, item, out = domain.packing, domain.traffic.item, domain.traffic.out
             pool, sent = p.pool_pages * p.page, p.ways(p.exchange) * p.capacity * p.page
             gathered = p.ways(p.shared) * p.returned * p.page if p.shared else 0
@@ -168,7 +231,7 @@ class Plan:
     @property
     def programs(self) -> int:
         """Different device programs that are compiled."""
-        return sum(len(part.programs) for part in self.parts)
+        return sum(part.programs for part in self.parts)
 
     @property
     def flops_per_device(self) -> int:

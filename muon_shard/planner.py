@@ -2,26 +2,31 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from muon_shard import assign, domains, gram_space, programs
-from muon_shard.choose import Choice
+from muon_shard import assign, domains, gram_space, programs, waves
+from muon_shard.choose import Choice, is_worthwhile
 from muon_shard.cost import choose_page
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
-from muon_shard.layout import Kind, MeshAxes, make_layout
+from muon_shard.layout import Kind, Layout, MeshAxes, make_layout
 from muon_shard.newton_schulz import make_orthogonalizer, narrowed
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.packing import Packing, device_index
-from muon_shard.plan import Domain, MeshPlan, Plan, PlannedLeaf, itemsize
+from muon_shard.plan import Domain, MeshPlan, Plan, PlannedLeaf, Wave, itemsize
 from muon_shard.presets import resolve
 from muon_shard.shardings import Memory, Placement, Shardings, place_leaves
+from muon_shard.simulate import makespan
 from muon_shard.topology import Topology
-from muon_shard.transports import TRANSPORTS, Gram
+from muon_shard.transports import TRANSPORTS, Gather, Gram
+
+CLOSE = 1.25
+"""How far above the least a transport's estimate may lie for a plan of its own to be tried."""
 
 
 def make_plan(
@@ -91,12 +96,52 @@ def plan_meshes(
             for i in indices
         )
         topology = resolve(options.topology, mesh, axes)
-        plan = plan_mesh(leaves, axes, orthogonalizer.on(topology.platform), topology, options)
+        plan = best_plan(leaves, axes, orthogonalizer.on(topology.platform), topology, options)
         plans.append((mesh, tuple(indices), plan))
     return plans
 
 
 @functools.lru_cache(maxsize=64)
+def best_plan(
+    leaves: tuple[PlannedLeaf, ...],
+    mesh_axes: MeshAxes,
+    orthogonalizer: Orthogonalizer,
+    topology: Topology,
+    options: PlanOptions,
+) -> MeshPlan:
+    """The plan by estimates, or one that pins what they left open, where that is clearly faster in the simulator.
+
+    Estimates divide evenly; plans have whole matrices and padding. Cached: every trace asks again.
+    """
+    plan = plan_mesh(leaves, mesh_axes, orthogonalizer, topology, options)
+    best, seconds = plan, makespan(plan, topology)
+    for rival in _rivals(plan, options):
+        other = plan_mesh(leaves, mesh_axes, orthogonalizer, topology, rival)
+        took = makespan(other, topology)
+        if is_worthwhile(seconds, took):
+            best, seconds = other, took
+    return best
+
+
+def _rivals(plan: MeshPlan, options: PlanOptions) -> list[PlanOptions]:
+    """Options that pin one transport and one sharing for all domains, where estimates come close to those chosen."""
+    domains_ = plan.waves[0].domains
+    free = any(leaf.layout.free for leaf in plan.leaves)
+    sharings = ("all", ()) if free and options.dedup_axes == "auto" else (options.dedup_axes,)
+    scattered = [domain.choice.seconds for domain in domains_ if domain.packing.exchange]
+    legal = [t for t in scattered[0] if all(t in each for each in scattered)] if scattered else []
+    legal = [t for t in legal if not TRANSPORTS[t].repeats]  # that needs a clear case, by estimates
+    transports = legal if options.transport == "auto" else [options.transport]
+    chosen = sum(domain.choice.estimate for domain in domains_)
+    rivals = []
+    for transport, shared in itertools.product(transports or ["auto"], sharings):
+        found = [d.choice.pinned(transport if d.packing.exchange else "local", shared) for d in domains_]
+        same = all(a == d.choice.taken for a, d in zip(found, domains_, strict=True))
+        if not same and sum(a.seconds for a in found) <= CLOSE * chosen:
+            rivals.append(dataclasses.replace(options, transport=transport, dedup_axes=shared))
+    return rivals
+
+
 def plan_mesh(
     leaves: tuple[PlannedLeaf, ...],
     mesh_axes: MeshAxes,
@@ -104,7 +149,7 @@ def plan_mesh(
     topology: Topology,
     options: PlanOptions,
 ) -> MeshPlan:
-    """Domains, owners, programs and pages of the leaves on one mesh. Cached: every trace asks again."""
+    """Domains, owners, programs and pages of the leaves on one mesh, all choices by estimates."""
     groups, choices = domains.group(leaves, mesh_axes, orthogonalizer, topology, options)
     jobs, workers, kinds = _jobs(leaves, groups, choices, mesh_axes, orthogonalizer)
     counts = assign.balance(jobs, workers, domains.flops_per_byte(leaves, topology))
@@ -116,16 +161,26 @@ def plan_mesh(
     owner_domain = [job.domain for job, k in zip(jobs, kinds, strict=True) for _ in k]
     owned = domains.repeat(owned, owner_domain, choices, leaves, groups)
     costs = [job.flops for job, k in zip(jobs, kinds, strict=True) for _ in k]
-    slots = programs.merge(owned, costs, options.max_programs)
-    planned, at = [], 0
-    for d, members in enumerate(groups):
-        mine = tuple(kind for job, k in zip(jobs, kinds, strict=True) if job.domain == d for kind, _ in k)
-        here = slice(at, at + len(mine))
-        at += len(mine)
-        planned.append(_domain(leaves, members, choices[d], mine, owned[:, here], slots[:, here], mesh_axes))
+    flat = [kind for k in kinds for kind, _ in k]
+    sizes = [_exchanged(leaves[groups[d][0]], choices[d], kind) for d, kind in zip(owner_domain, flat, strict=True)]
+    rows = [_rows(leaves[groups[d][0]].layout, choices[d], mesh_axes) for d in owner_domain]
+    limit = options.max_wave_bytes if isinstance(options.max_wave_bytes, int) else int(topology.hbm_bytes) // 8
+    planned, done = [], np.zeros(len(flat), np.int64)
+    for counts in waves.cut(owned, rows, sizes, costs, owner_domain, limit):
+        slots = programs.merge(counts, costs, options.max_programs)
+        taken = np.array([int(counts[row[0], k].sum()) for k, row in enumerate(rows)])
+        parts = []
+        for d, members in enumerate(groups):
+            mine = [k for k, of in enumerate(owner_domain) if of == d and taken[k]]
+            if mine:
+                spans = _spans(leaves, members, {flat[k]: (int(done[k]), int(done[k] + taken[k])) for k in mine})
+                of_wave = tuple(flat[k] for k in mine)
+                parts.append(_domain(leaves, spans, choices[d], of_wave, counts[:, mine], slots[:, mine], mesh_axes))
+        planned.append(Wave(tuple(parts)))
+        done += taken
     bound = assign.lower_bound(jobs, workers)
-    plan = MeshPlan(mesh_axes, leaves, tuple(planned), orthogonalizer, bound)
-    spread = sum(plan.everywhere(domain, "cost") for domain in planned)
+    plan = MeshPlan(mesh_axes, leaves, tuple(planned), orthogonalizer, limit, bound)
+    spread = sum(plan.everywhere(domain, "cost") for domain in plan.domains)
     return dataclasses.replace(plan, bound=bound + spread) if spread else plan
 
 
@@ -143,8 +198,7 @@ def _jobs(
     jobs, workers, kinds = [], [], []
     for d, members in enumerate(groups):
         first = leaves[members[0]].layout
-        row, size = device_index(mesh_axes, domains.rows_over(first, choices[d])), itemsize(leaves[members[0]].dtype)
-        rows = np.argsort(row, kind="stable").reshape(int(row.max()) + 1, -1)
+        rows, size = _rows(first, choices[d], mesh_axes), itemsize(leaves[members[0]].dtype)
         replica = device_index(mesh_axes, choices[d].shared)
         travels = not TRANSPORTS[choices[d].transport].repeats and bool(first.exchange or choices[d].shared)
         workers.append(assign.Workers(rows, replica, travels))
@@ -164,35 +218,72 @@ def _jobs(
     return jobs, workers, kinds
 
 
+def _rows(layout: Layout, choice: Choice, mesh_axes: MeshAxes) -> np.ndarray:
+    """The devices of each row of a domain, [rows, workers]."""
+    row = device_index(mesh_axes, domains.rows_over(layout, choice))
+    return np.argsort(row, kind="stable").reshape(int(row.max()) + 1, -1)
+
+
+def _exchanged(leaf: PlannedLeaf, choice: Choice, kind: Kind) -> int:
+    """Bytes in the exchange buffer for each matrix of a kind that the busiest device owns."""
+    layout, transport = leaf.layout, TRANSPORTS[choice.transport]
+    peers = layout.ways(layout.exchange)
+    if peers == 1:
+        return 0
+    if isinstance(transport, Gram):
+        return peers * gram_space.size(kind) * gram_space.items(leaf.dtype, (), ())[0]
+    # Where everyone gets everything, the matrices of all owners are in everyone's buffer.
+    owners = peers * layout.ways(choice.shared) if isinstance(transport, Gather) and not transport.repeats else 1
+    return peers * kind.elements * itemsize(leaf.dtype) * owners
+
+
+Spans = tuple[tuple[int, int, int], ...]
+"""(leaf, first, last + 1) of local matrices."""
+
+
+def _spans(leaves: Sequence[PlannedLeaf], members: tuple[int, ...], runs: dict[Kind, tuple[int, int]]) -> Spans:
+    """Where the runs of matrices of each kind, counted through all leaves of a domain, lie in these leaves."""
+    at, spans = dict.fromkeys(runs, 0), []
+    for i in members:
+        kind, count = leaves[i].layout.kind, leaves[i].layout.count
+        if kind in runs:
+            first, last = (min(max(end - at[kind], 0), count) for end in runs[kind])
+            at[kind] += count
+            if first < last:
+                spans.append((i, first, last))
+    return tuple(spans)
+
+
 def _domain(
     leaves: Sequence[PlannedLeaf],
-    members: tuple[int, ...],
+    spans: Spans,
     choice: Choice,
     kinds: tuple[Kind, ...],
     counts: np.ndarray,
     slots: np.ndarray,
     mesh_axes: MeshAxes,
 ) -> Domain:
-    layouts = [leaves[i].layout for i in members]
     number = {kind: k for k, kind in enumerate(kinds)}
     sizes = tuple(gram_space.size(kind) if choice.transport == Gram.name else kind.elements for kind in kinds)
+    held = tuple((number[leaves[i].layout.kind], last - first) for i, first, last in spans)
     blocks: dict[int, int] = {}
-    for layout in layouts:
-        size = sizes[number[layout.kind]]
-        blocks[size] = blocks.get(size, 0) + layout.count
+    for k, count in held:
+        blocks[sizes[k]] = blocks.get(sizes[k], 0) + count
+    one = leaves[spans[0][0]]
     packing = Packing(
         mesh_axes,
-        layouts[0].exchange,
-        domains.rows_over(layouts[0], choice),
+        one.layout.exchange,
+        domains.rows_over(one.layout, choice),
         choice.shared,
         choose_page(blocks),
         kinds,
         sizes,
-        tuple((number[layout.kind], layout.count) for layout in layouts),
+        held,
         _tuples(counts),
         _tuples(slots),
     )
-    return Domain(members, leaves[members[0]].dtype, leaves[members[0]].out_dtype, packing, choice)
+    members, first = tuple(i for i, _, _ in spans), tuple(at for _, at, _ in spans)
+    return Domain(members, first, one.dtype, one.out_dtype, packing, choice)
 
 
 def _tuples(array: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -214,8 +214,7 @@ def measure(part: MeshPlan) -> Loads:
 def arrange(part: MeshPlan) -> Bars:
     """A bar per device, replicas apart; a bar per program, the heaviest first, where that would be too many."""
     if part.devices > MOST_BARS:
-        program = np.array(part.program_of)
-        rows = [np.flatnonzero(program == p) for p in range(len(part.programs))]
+        rows = [np.array(members) for members in part.classes]
         rows.sort(key=lambda devices: (-int(part.load[devices[0]]), int(devices[0])))
         labels = tuple(f"×{len(devices):,}" for devices in rows)
         return Bars(tuple(rows), np.arange(len(rows)) * 1.0, labels, (), "program: how many devices run it")

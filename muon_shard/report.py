@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from muon_shard.choose import Alternative
+    from muon_shard.choose import Alternative, Choice
+    from muon_shard.cost import Collective
     from muon_shard.labels import Route
     from muon_shard.plan import Domain, MeshPlan, Plan
 
@@ -50,37 +51,44 @@ class Group:
 
 def groups(part: MeshPlan) -> list[Group]:
     """The rows of one mesh's table, in order of first appearance."""
-    rows = []
+    alike: dict[Any, list[int]] = {}
     for domain in part.domains:
-        alike: dict[Any, list[int]] = {}
         for i in domain.leaves:
             leaf = part.leaves[i]
-            alike.setdefault((leaf.layout, leaf.source, _pattern(leaf.path)), []).append(i)
-        rows += [_group(part, domain, members) for members in alike.values()]
-    return rows
+            members = alike.setdefault((domain.choice, leaf.dtype, leaf.layout, leaf.source, _pattern(leaf.path)), [])
+            if i not in members:
+                members.append(i)
+    return [_group(part, choice, members) for (choice, *_), members in alike.items()]
 
 
-def _group(part: MeshPlan, domain: Domain, members: list[int]) -> Group:
-    leaf, packing = part.leaves[members[0]], domain.packing
-    kind = packing.kinds.index(leaf.layout.kind)
-    owned = sum((packing.owned(domain.leaves.index(i)) for i in members), np.zeros(part.devices, np.int64))
-    pages = len(members) * leaf.layout.count * packing.kind_pages[kind]
-    received = sum(c.received for c in domain.collectives)
+def _group(part: MeshPlan, choice: Choice, members: list[int]) -> Group:
+    leaf = part.leaves[members[0]]
+    owned, received = np.zeros(part.devices, np.int64), 0
+    work = None
+    for domain in part.domains:
+        packing = domain.packing
+        for position, i in enumerate(domain.leaves):
+            if i in members:
+                kind, count = packing.leaves[position]
+                owned += packing.owned(position)
+                share = count * packing.kind_pages[kind] / packing.pool_pages
+                received += sum(c.received for c in domain.collectives) * share
+                work = part.works(domain)[kind]
+    assert work is not None
     matrices = len(members) * leaf.layout.matrices
-    work = part.works(domain)[kind]
     return Group(
         tuple(part.leaves[i].path for i in members),
         str(leaf.layout),
         leaf.layout.shape,
         matrices,
-        domain.choice.transport,
+        choice.transport,
         int((owned > 0).sum()),
         int(owned[owned > 0].min(initial=owned.max())),
         int(owned.max()),
         work.form,
         matrices * work.flops,
-        received * pages // packing.pool_pages,
-        domain.choice.why,
+        round(received),
+        choice.why,
         leaf.source,
     )
 
@@ -119,7 +127,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 def to_text(plan: Plan) -> str:
     """The plan as `print` shows it: totals, what travels how and why, routing."""
-    console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False)
+    console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False, force_jupyter=False)
     for part in plan.parts:
         for line in _summary(part):
             console.print(Text(line))
@@ -145,16 +153,34 @@ def _summary(part: MeshPlan) -> Iterable[str]:
         f"balance {part.total('cost') / part.devices / most:.1%}, {part.bound / most:.1%} of the best possible"
     )
     yield (
-        f"programs   {len(part.programs)} compiled for {_plural(part.devices, 'device')}; temporaries about "
+        f"programs   {part.programs} compiled for {_plural(part.devices, 'device')}; temporaries about "
         f"{_bytes(part.peak_bytes)} per device"
     )
+    if len(part.waves) > 1:
+        yield from _waves(part)
     collectives = [c for domain in part.domains for c in domain.collectives]
+    alike: dict[Any, list[Collective]] = {}
     for c in collectives:
-        yield f"collective {c.kind} over {'+'.join(c.axes)} ({c.ways}): {_bytes(c.received)} received, {c.purpose}"
+        alike.setdefault((c.kind, c.axes, c.ways, c.purpose), []).append(c)
+    for (kind, axes, ways, purpose), found in alike.items():
+        times = f" {len(found)}×" if len(found) > 1 else ""
+        received = _bytes(sum(c.received for c in found))
+        yield f"collective {kind}{times} over {'+'.join(axes)} ({ways}): {received} received, {purpose}"
     if not collectives:
         yield "collective none"
-    for domain in part.domains:
-        yield from _alternatives(part, domain)
+    for choice in dict.fromkeys(domain.choice for domain in part.domains):
+        yield from _alternatives(part, next(domain for domain in part.domains if domain.choice == choice))
+
+
+def _waves(part: MeshPlan) -> Iterable[str]:
+    """How many waves, what they hold, what they cost."""
+    largest = max(wave.buffer_bytes for wave in part.waves)
+    yield (
+        f"waves      {len(part.waves)}, exchange buffers of at most {_bytes(largest)} each; "
+        f"NS takes {part.stretch:.3f}× as long as in one"
+    )
+    if largest > part.limit:
+        yield f"           more than the {_bytes(part.limit)} asked for: no matrix is cut"
 
 
 def _alternatives(part: MeshPlan, domain: Domain) -> Iterable[str]:

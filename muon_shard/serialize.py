@@ -232,7 +232,7 @@ def _read_orthogonalizer(value: Any, where: str, layouts: tuple[Any, ...]) -> Or
 
 def _check(part: MeshPlan, where: str) -> None:
     """Whether the pieces of a plan fit each other, as far as a slip in an edited file would show."""
-    for i, domain in enumerate(part.domains):
+    for w, i, domain in ((w, i, d) for w, wave in enumerate(part.waves) for i, d in enumerate(wave.domains)):
         packing, kinds = domain.packing, len(domain.packing.kinds)
         tables = [
             len(table) == part.devices and {*map(len, table)} == {kinds} for table in (packing.counts, packing.slots)
@@ -241,12 +241,15 @@ def _check(part: MeshPlan, where: str) -> None:
             (packing.mesh_axes == part.mesh_axes, "its mesh is not the plan's"),
             (domain.choice.transport in TRANSPORTS, f"unknown transport {domain.choice.transport!r}"),
             (all(0 <= leaf < len(part.leaves) for leaf in domain.leaves), "it names leaves that do not exist"),
-            (len(packing.leaves) == len(domain.leaves), "'leaves' of the domain and of its packing differ in number"),
+            (
+                len(packing.leaves) == len(domain.leaves) == len(domain.first),
+                "'leaves' and 'first' of the domain and 'leaves' of its packing differ in number",
+            ),
             (all(tables), f"'counts' and 'slots' must have {part.devices} rows of {kinds} numbers"),
             (all(0 <= kind < kinds for kind, _ in packing.leaves), "its packing names kinds that do not exist"),
         ):
             if not right:
-                raise _error(f"{where}.domains[{i}]", problem)
+                raise _error(f"{where}.waves[{w}].domains[{i}]", problem)
 
 
 def _shown(value: Any) -> str:

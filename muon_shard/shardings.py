@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from muon_shard.errors import Offence, raise_for_leaves
+from muon_shard.labels import unboxed_path
 from muon_shard.layout import MeshAxes, spec_entries, why_illegal
 from muon_shard.trees import flatten_with_paths, spread
 
@@ -52,13 +53,13 @@ class Memory:
         self._warned = False
 
     def remember(self, params: Any) -> None:
-        for path, leaf in flatten_with_paths(params)[0]:
-            sharding = concrete_sharding(leaf)
+        for (path, leaf), spec in zip(flatten_with_paths(params)[0], annotations(params), strict=True):
+            sharding = concrete_sharding(leaf) or _annotated(leaf, spec)
             if sharding is not None:
-                self._seen[path, tuple(leaf.shape)] = sharding
+                self._seen[unboxed_path(path), tuple(leaf.shape)] = sharding
 
     def recall(self, path: str, leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
-        seen = self._seen.get((path, tuple(leaf.shape)))
+        seen = self._seen.get((unboxed_path(path), tuple(leaf.shape)))
         return seen if seen is not None and dict(seen.mesh.shape) == dict(mesh.shape) else None
 
     def warn_once(self, paths: Sequence[str]) -> None:
@@ -67,11 +68,15 @@ class Memory:
             return
         self._warned = True
         shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+        unseen = (
+            "Init has not shown them to this transformation (optax.inject_hyperparams makes a new one for every call, "
+            "a restored state comes without init). "
+        )
         warnings.warn(
             f"muon_shard: the shardings of {shown} are not visible under jit on Auto mesh axes; assuming each is "
             "sharded over all axes along its first dividing matrix dimension. Results are right, bytes may be wasted. "
-            "Pass param_shardings= "
-            "(the parameters themselves will do), call init outside jit, or use Explicit axes.",
+            f"{'' if self._seen else unseen}Pass param_shardings= (the parameters themselves will do), call init "
+            "outside jit on the same transformation, or use Explicit axes.",
             stacklevel=4,
         )
 
@@ -93,6 +98,42 @@ def mesh_of(leaf: Any) -> AnyMesh | None:
     return None if mesh is None or not mesh.axis_names else mesh
 
 
+def annotations(tree: Any) -> list[PartitionSpec | None]:
+    """Per leaf, the spec that flax's metadata names: of an `nnx.Variable`, or a `linen.Partitioned` around it."""
+    found: list[PartitionSpec | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=_is_box):
+        found += [_annotation(node)] * len(jax.tree.leaves(node))
+    return found
+
+
+def _is_box(x: Any) -> bool:
+    """Known by its methods: flax need not be installed."""
+    return hasattr(x, "get_partition_spec") or hasattr(x, "get_metadata")
+
+
+def _annotation(node: Any) -> PartitionSpec | None:
+    if hasattr(node, "get_partition_spec"):
+        return node.get_partition_spec()
+    spec = node.get_metadata().get("out_sharding") if hasattr(node, "get_metadata") else None
+    spec = getattr(spec, "spec", spec)
+    return PartitionSpec(*spec) if isinstance(spec, tuple | PartitionSpec) else None
+
+
+def _annotated(leaf: Any, spec: PartitionSpec | None) -> NamedSharding | None:
+    """The sharding a spec means on the mesh of the leaf; None where it names other axes, as logical ones."""
+    mesh = mesh_of(leaf)
+    if mesh is None or spec is None or why_illegal(leaf.shape, spec, tuple(mesh.shape.items())):
+        return None
+    return NamedSharding(mesh, spec)
+
+
+def _unboxed(tree: Any) -> Any:
+    """Without boxes, which are around arrays at some places and not at others."""
+    return jax.tree.map(
+        lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x, tree, is_leaf=lambda x: x is None or _is_box(x)
+    )
+
+
 def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
     """Auto, Explicit or Manual, by axis name."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -106,20 +147,16 @@ def place_leaves(tree: Any, param_shardings: Shardings, memory: Memory, where: s
     """
     named, _ = flatten_with_paths(tree)
     given = _given(tree, param_shardings) or [None] * len(named)
-    manual = [
-        Offence(path, f"axes {_axes(leaf, AxisType.Manual)} are Manual here", leaf.shape, str(leaf.dtype))
-        for path, leaf in named
-        if _axes(leaf, AxisType.Manual)
-    ]
+    annotated = annotations(tree)
     raise_for_leaves(
         where,
         "seen from inside a shard_map",
-        manual,
-        "Consider calling update outside of shard_map: it enters one of its own.",
+        [_offence(path, leaf, "its axes are Manual here") for path, leaf in named if _is_shard(leaf)],
+        "Consider calling it outside of shard_map, where shapes are global.",
     )
     placements, offences, unknown = [], [], []
-    for (path, leaf), entry in zip(named, given, strict=True):
-        placement = _from_given(leaf, entry) if entry is not None else _from_leaf(path, leaf, memory)
+    for (path, leaf), entry, spec in zip(named, given, annotated, strict=True):
+        placement = _from_given(leaf, entry) if entry is not None else _from_leaf(path, leaf, memory, spec)
         if isinstance(placement, str):
             offences.append(Offence(path, placement, leaf.shape, str(leaf.dtype), entry))
             continue
@@ -144,13 +181,68 @@ def place_leaves(tree: Any, param_shardings: Shardings, memory: Memory, where: s
 ASSUMED = "assumed"
 
 
+def whole(tree: Any, param_shardings: Shardings, where: str) -> Any:
+    """`tree` as the whole mesh sees it: inside a user's `shard_map` structs of global shapes, elsewhere `tree` itself.
+
+    Raises:
+        ValueError: listing the leaves whose global shape cannot be told, and why.
+    """
+    named, treedef = flatten_with_paths(tree)
+    if not any(_is_shard(leaf) for _, leaf in named):
+        return tree
+    given = _given(tree, param_shardings) or [None] * len(named)
+    reasons = [_why_not_whole(leaf, entry) for (_, leaf), entry in zip(named, given, strict=True)]
+    raise_for_leaves(
+        where,
+        "seen from inside a shard_map",
+        [_offence(path, leaf, reason) for (path, leaf), reason in zip(named, reasons, strict=True) if reason],
+        "Consider jax.shard_map over all axes with check_vma=False and param_shardings= (the in_specs of the "
+        "parameters), or calling it outside of shard_map.",
+    )
+    return treedef.unflatten([_whole(leaf, entry) for (_, leaf), entry in zip(named, given, strict=True)])
+
+
+def is_manual(mesh: AnyMesh | None) -> bool:
+    """Whether every axis is Manual, as inside a `shard_map` of the user's."""
+    return mesh is not None and all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+
+def _is_shard(leaf: Any) -> bool:
+    return isinstance(leaf, Tracer) and bool(_axes(leaf, AxisType.Manual))
+
+
+def _why_not_whole(leaf: Any, entry: Any) -> str:
+    """Why a local shard cannot be seen as a part of its leaf, in one sentence; '' if it can."""
+    if not is_manual(mesh_of(leaf)):
+        return f"only the axes {_axes(leaf, AxisType.Manual)} are Manual here"
+    if entry is None:
+        return f"axes {_axes(leaf, AxisType.Manual)} are Manual here, and a shard does not tell its global shape"
+    if getattr(getattr(jax.typeof(leaf), "manual_axis_type", None), "varying", ()):
+        return "shard_map checks what varies over which axes (check_vma), and devices run different programs here"
+    return ""
+
+
+def _whole(leaf: Any, entry: Any) -> jax.ShapeDtypeStruct:
+    """A local shard with the shape of the leaf; whether its entry in `param_shardings` is legal is checked later."""
+    sharding = jax.typeof(leaf).sharding
+    spec = getattr(concrete_sharding(entry) or entry, "spec", entry)
+    entries = spec_entries(spec if isinstance(spec, PartitionSpec) else (), leaf.ndim)
+    ways = [math.prod(sharding.mesh.shape.get(a, 1) for a in axes) for axes in entries]
+    shape = tuple(size * way for size, way in zip(leaf.shape, ways, strict=False))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+def _offence(path: str, leaf: Any, reason: str) -> Offence:
+    return Offence(path, reason, leaf.shape, str(leaf.dtype))
+
+
 def _given(tree: Any, param_shardings: Shardings) -> list[Any] | None:
     if param_shardings is None:
         return None
     if callable(param_shardings) and not isinstance(param_shardings, PartitionSpec):
         param_shardings = param_shardings(tree)
     return spread(
-        param_shardings,
+        _unboxed(param_shardings),
         tree,
         lambda x: x is None or isinstance(x, NamedSharding | PartitionSpec),
         "param_shardings",
@@ -188,8 +280,8 @@ def _checked(leaf: Any, mesh: AnyMesh | None, spec: PartitionSpec) -> Placement 
     return reason or Placement(mesh, spec_entries(spec, len(leaf.shape)), "param_shardings")
 
 
-def _from_leaf(path: str, leaf: Any, memory: Memory) -> Placement:
-    """Types, then values, then memory, then the assumption."""
+def _from_leaf(path: str, leaf: Any, memory: Memory, spec: PartitionSpec | None) -> Placement:
+    """Types, then values, then memory, then flax's annotation (`spec`), then the assumption."""
     mesh, rank = mesh_of(leaf), len(leaf.shape)
     if mesh is None:
         return Placement(None, ((),) * rank, "one device")
@@ -200,12 +292,11 @@ def _from_leaf(path: str, leaf: Any, memory: Memory) -> Placement:
     hidden = [name for name, kind in axis_types(mesh).items() if kind == AxisType.Auto and mesh.shape[name] > 1]
     if not hidden:
         return Placement(mesh, typed, "its type")
-    seen = memory.recall(path, leaf, mesh)
-    if seen is not None:
-        entries = spec_entries(seen.spec, rank)
-        visible = [a for a in mesh.axis_names if a not in hidden and mesh.shape[a] > 1]
-        if only_axes(typed, visible) == only_axes(entries, visible):
-            return Placement(mesh, entries, "init")
+    visible = [a for a in mesh.axis_names if a not in hidden and mesh.shape[a] > 1]
+    for seen, source in ((memory.recall(path, leaf, mesh), "init"), (_annotated(leaf, spec), "its annotation")):
+        entries = () if seen is None else spec_entries(seen.spec, rank)
+        if seen is not None and only_axes(typed, visible) == only_axes(entries, visible):
+            return Placement(mesh, entries, source)
     return Placement(mesh, assumed_spec(leaf.shape, typed, hidden, mesh), ASSUMED)
 
 

@@ -5,8 +5,8 @@
     timeline.plot()
     timeline.save_trace('step.json')               # for ui.perfetto.dev or chrome://tracing
 
-The model, all phases one after the other as in `execute`: every device copies its shards into pages and sends them;
-an owner copies what it received into matrices, orthogonalizes them and copies the results out; all wait for the
+The model, all waves and in them all phases one after the other: every device copies its shards into pages and sends
+them; an owner copies what it received into matrices, orthogonalizes them and copies the results out; all wait for the
 busiest; results return, are shared over replicas, and are copied into updates. Where Gram matrices travel, every device
 first computes its part of them and multiplies its columns with the results in the end. Nothing overlaps, so every
 second of communication is exposed. A copy takes the bytes read and written over the bandwidth of the memory, a
@@ -25,11 +25,14 @@ from muon_shard.newton_schulz import NewtonSchulz
 from muon_shard.newton_schulz.forms import Form
 from muon_shard.newton_schulz.products import PRODUCTS
 from muon_shard.orthogonalizer import Adaptive, Orthogonalizer
-from muon_shard.plan import Domain, MeshPlan, Plan, itemsize
+from muon_shard.plan import Domain, MeshPlan, Plan, Wave, itemsize
 from muon_shard.presets import resolve
 from muon_shard.timeline import Lane, Span, Timeline
 from muon_shard.topology import Topology, collective_seconds
 from muon_shard.transports import Gather, Gram
+
+Step = tuple[str, str, float]
+"""Phase, domain, seconds."""
 
 TOGETHER = ("matrix", "leaf", "shape")
 
@@ -78,24 +81,41 @@ def simulate(plan: Plan, topology: str | Topology, *, host: Host | None = None) 
     return Timeline(tuple(lanes), name, plan.peak_bytes)
 
 
+def makespan(part: MeshPlan, machine: Topology) -> float:
+    """Seconds of one part alone, on the platform that it was planned for."""
+    return max(lane.spans[-1].end for lane in _lanes(0, part, _Costs(machine, None)) if lane.spans)
+
+
 def _lanes(number: int, part: MeshPlan, costs: "_Costs") -> Iterator[Lane]:
-    """One lane per program; before and after NS all devices of a part do the same."""
-    named = [(str(part.leaves[d.leaves[0]].layout), d) for d in part.domains]
+    """One lane per class of devices, wave after wave."""
+    works = [np.stack([costs.ns(part, domain) for domain in wave.domains], axis=1) for wave in part.waves]
+    total = sum(work.sum(1) for work in works)
+    # With a host, devices of one class may differ in how many leaves their matrices belong to.
+    devices = [max(members, key=lambda device: total[device]) for members in part.classes]  # type: ignore
+    spans: list[list[Span]] = [[] for _ in devices]
+    start = 0.0
+    for wave, work in zip(part.waves, works, strict=True):
+        before, after = _around(wave, part, costs)
+        names = [str(part.leaves[d.leaves[0]].layout) for d in wave.domains]
+        ready = start + sum(seconds for *_, seconds in before) + float(work.sum(1).max())
+        for device, mine in zip(devices, spans, strict=True):
+            ns = [("NS", name, float(seconds)) for name, seconds in zip(names, work[device], strict=True)]
+            mine += [*_follow(start, before + ns), *_follow(ready, after)]
+        start = ready + sum(seconds for *_, seconds in after)
+    for device, mine, members in zip(devices, spans, part.classes, strict=True):
+        yield Lane(number, len(members), device, tuple(mine))
+
+
+def _around(wave: Wave, part: MeshPlan, costs: "_Costs") -> tuple[list[Step], list[Step]]:
+    """What all devices of a part do alike before and after the owners' NS."""
+    named = [(str(part.leaves[d.leaves[0]].layout), d) for d in wave.domains]
     grams = [("NS", name, costs.grams(part, domain)) for name, domain in named]
-    before = grams + [(phase, name, seconds(costs, domain)) for phase, seconds in _BEFORE for name, domain in named]
-    after = [(phase, name, seconds(costs, domain)) for phase, seconds in _AFTER for name, domain in named] + grams
-    ns = np.stack([costs.ns(part, domain) for domain in part.domains], axis=1)
-    ready = sum(seconds for *_, seconds in before) + float(ns.sum(1).max())
-    program_of = np.array(part.program_of)
-    for program in range(len(part.programs)):
-        mine = np.flatnonzero(program_of == program)
-        # With a host, devices of one program may differ in how many leaves their matrices belong to.
-        device = int(mine[ns[mine].sum(1).argmax()])
-        work = [("NS", name, float(ns[device, d])) for d, (name, _) in enumerate(named)]
-        yield Lane(number, len(mine), device, (*_follow(0.0, before + work), *_follow(ready, after)))
+    before = [(phase, name, seconds(costs, domain)) for phase, seconds in _BEFORE for name, domain in named]
+    after = [(phase, name, seconds(costs, domain)) for phase, seconds in _AFTER for name, domain in named]
+    return grams + before, after + grams
 
 
-def _follow(start: float, steps: Iterable[tuple[str, str, float]]) -> Iterator[Span]:
+def _follow(start: float, steps: Iterable[Step]) -> Iterator[Span]:
     """Spans one after the other, without the empty ones."""
     for phase, name, seconds in steps:
         if seconds:

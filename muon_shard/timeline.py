@@ -184,7 +184,7 @@ def plain_table(*columns: str, left: int = 1) -> Table:
 
 def text_of(*parts: str | Table) -> str:
     """Paragraphs and tables as lines of at most 100 columns."""
-    console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False)
+    console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False, force_jupyter=False)
     for part in parts:
         console.print(Text(part) if isinstance(part, str) else part)
     text = console.file.getvalue()  # type: ignore[attr-defined]

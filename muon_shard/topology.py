@@ -161,7 +161,7 @@ class Topology:
         for axis, link in self.links.items():
             for row in _rows(axis, link, self, axis):
                 table.add_row(*row)
-        console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False)
+        console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False, force_jupyter=False)
         for line in _heading(self):
             console.print(Text(line))
         console.print(table)

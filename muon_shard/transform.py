@@ -19,9 +19,23 @@ from muon_shard.newton_schulz import coefficients, make_orthogonalizer, narrowed
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.planner import plan_meshes
-from muon_shard.shardings import Memory, Shardings, concrete_sharding, mesh_of, place_leaves
+from muon_shard.shardings import Memory, Shardings, concrete_sharding, is_manual, mesh_of, place_leaves, whole
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
+
+STATIC_ARGS = (
+    "ns_coeffs",
+    "ns_steps",
+    "weight_decay_mask",
+    "mu_dtype",
+    "preconditioning",
+    "muon_weight_dimension_numbers",
+    "param_shardings",
+    "ns_dtype",
+    "orthogonalizer",
+    "plan_options",
+)
+"""Arguments of `muon` that are no numbers, for `optax.inject_hyperparams(muon, static_args=STATIC_ARGS)`."""
 
 
 def scale_by_muon(
@@ -63,7 +77,9 @@ def scale_by_muon(
         weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers`, a tree or prefix of them, or a callable of the
             tree; None: every leaf is a matrix of rank 2.
         param_shardings: a pytree, prefix or callable of params of `NamedSharding`, `PartitionSpec`, arrays or
-            `ShapeDtypeStruct`s. Needed only where shardings cannot be seen: Auto mesh axes, with `init` under jit.
+            `ShapeDtypeStruct`s. Needed only where shardings cannot be seen: on Auto mesh axes with `init` under jit or
+            under `optax.inject_hyperparams`, and inside a `shard_map` of one's own (over all axes, with
+            `check_vma=False`), where `update` sees local shards.
         ns_dtype: dtype in which matrices travel and are orthogonalized, for example bfloat16 for half the bytes; None:
             the momentum's. State and updates keep their dtypes, Gram matrices are at least float32.
         orthogonalizer: a function [batch, m, n] → [batch, m, n], m ≤ n, to run in place of Newton–Schulz, or a
@@ -92,21 +108,23 @@ def scale_by_muon(
         return routes
 
     def init(params: Any) -> MuonState:
-        matrices(params)
+        matrices(whole(params, param_shardings, "muon"))
         memory.remember(params)
         rows = coefficients(ns_coeffs, ns_steps)
         state = MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype), rows)
         return _on_mesh(state, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        routes = matrices(updates)
+        seen = whole(updates, param_shardings, "muon")
+        routes = matrices(seen)
         like = updates if params is None else params
         grads = jax.tree.map(_onto, updates, state.mu)
         count = optax.safe_increment(state.count)
         mu = jax.tree.map(lambda g, m: _momentum(g, m, beta), grads, state.mu)
         mu_hat = jax.tree.map(lambda g, m: _bias_corrected(g, m, beta, count, nesterov), grads, mu)
         # The momentum knows best where it lies; one that lies on no mesh yet is where its gradient is.
-        where = jax.tree.map(lambda m, x: x if mesh_of(m) is None else m, state.mu, mu_hat)
+        lying = jax.tree.map(lambda m, x: x if mesh_of(m) is None else m, state.mu, mu_hat)
+        where = lying if seen is updates else seen
         placements = place_leaves(where, param_shardings, memory, "muon")
         leaves, treedef = jax.tree.flatten(mu_hat)
         targets = treedef.flatten_up_to(like)
@@ -114,6 +132,8 @@ def scale_by_muon(
         out = inner if ns_dtype is not None else [str(x.dtype) for x in targets]
         outs = [jnp.zeros_like(x) if x.size == 0 else x for x in targets]  # empty leaves are in no plan
         for mesh, indices, plan in plan_meshes(routes, placements, inner, out, run, plan_options):
+            # On axes that are Manual already the shards are local, as the body of our own shard_map would see them.
+            mesh = None if is_manual(mesh) else mesh
             done = execute(plan, mesh, [leaves[i].astype(inner[i]) for i in indices], (state.ns_coeffs, eps))
             for i, y in zip(indices, done, strict=True):
                 outs[i] = _onto(y.astype(targets[i].dtype), targets[i])
@@ -173,7 +193,7 @@ def muon(
     ns_steps = _static(ns_steps)
 
     def labels(params: Any) -> Any:
-        routes = route(params, muon_weight_dimension_numbers)
+        routes = route(whole(params, param_shardings, "muon"), muon_weight_dimension_numbers)
         require_matrices(routes)
         return jax.tree.unflatten(jax.tree.structure(params), [r.label for r in routes])
 
@@ -195,7 +215,7 @@ def muon(
                     orthogonalizer=orthogonalizer,
                     plan_options=plan_options,
                 ),
-                _scale_by_shape(muon_weight_dimension_numbers, consistent_rms),
+                _scale_by_shape(muon_weight_dimension_numbers, consistent_rms, param_shardings),
                 optax.add_decayed_weights(weight_decay, weight_decay_mask),
                 optax.scale_by_learning_rate(learning_rate),
             ),
@@ -214,7 +234,7 @@ def muon(
     )
 
     def init(params: Any) -> Any:
-        warn_of_doubts(route(params, muon_weight_dimension_numbers))
+        warn_of_doubts(route(whole(params, param_shardings, "muon"), muon_weight_dimension_numbers))
         return _on_mesh(both.init(params), params)
 
     return optax.GradientTransformationExtraArgs(init, both.update)
@@ -317,14 +337,15 @@ def _onto(x: jax.Array, like: Any) -> jax.Array:
 
 
 def _scale_by_shape(
-    dimension_numbers: DimensionNumbers, consistent_rms: jax.typing.ArrayLike | None
+    dimension_numbers: DimensionNumbers, consistent_rms: jax.typing.ArrayLike | None, param_shardings: Shardings
 ) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_shape`, by the global shape of each matrix."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        factors = [_factor(r, consistent_rms) for r in route(updates, dimension_numbers)]
+        routes = route(whole(updates, param_shardings, "muon"), dimension_numbers)
+        factors = [_factor(r, consistent_rms) for r in routes]
         return treedef.unflatten([x * jnp.asarray(f, x.dtype) for x, f in zip(leaves, factors, strict=True)]), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

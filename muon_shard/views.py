@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon_shard.layout import Kind, Layout
+from muon_shard.layout import Kind
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.packing import Packing
 
@@ -17,14 +17,12 @@ class View(abc.ABC):
     """One domain under `shard_map`.
 
     Attributes:
-        layouts: of its leaves.
-        packing: where their pages go.
+        packing: which matrices these are, and where their pages go.
         orthogonalizer: what owners run.
         dtype: of the matrices.
         out_dtype: of the updates.
     """
 
-    layouts: tuple[Layout, ...]
     packing: Packing
     orthogonalizer: Orthogonalizer
     dtype: str
@@ -36,8 +34,13 @@ class View(abc.ABC):
         """Dtype of what owners send back."""
 
     @abc.abstractmethod
-    def pack(self, shards: list[jax.Array]) -> tuple[jax.Array, Any]:
-        """The local shards as pages, [pool pages, page], and what `unpack` needs of them."""
+    def pack(self, blocks: list[jax.Array]) -> tuple[jax.Array, Any]:
+        """Local blocks, [matrices, elements] per leaf → pages, [pool pages, page], and what `unpack` needs of them."""
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of the matrices of each leaf."""
+        return [self.packing.kinds[kind] for kind, _ in self.packing.leaves]
 
     @abc.abstractmethod
     def batch(self, kind: Kind) -> tuple[int, ...]:
@@ -57,4 +60,4 @@ class View(abc.ABC):
 
     @abc.abstractmethod
     def unpack(self, pages: jax.Array, table: Any, kept: Any) -> list[jax.Array]:
-        """The updates' local shards from the pages that `table` lists in pool order."""
+        """The updates' local blocks, as `pack` had them, from the pages that `table` lists in pool order."""

@@ -9,7 +9,7 @@ from layouts import CASES, WEIGHT, Case, Leaf
 from optax.contrib import MuonDimensionNumbers as Dims
 
 import muon_shard
-from muon_shard.planner import plan_mesh
+from muon_shard.planner import best_plan
 
 
 def abstract(mesh, leaves, dtype="float32"):
@@ -57,7 +57,7 @@ def test_plans_are_deterministic():
     case = CASES["experts"]
     params = case.abstract(AbstractMesh(tuple(case.mesh.values()), tuple(case.mesh)))
     first = muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims)
-    plan_mesh.cache_clear()
+    best_plan.cache_clear()
     assert first == muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims)
 
 

@@ -8,7 +8,7 @@ import pytest
 import muon_shard
 from benchmarks.ns_accuracy import form_of, run
 from benchmarks.ns_oracle import low_rank, oracle, relative_errors, rows_of
-from muon_shard.newton_schulz.scaling import PRECONDITIONINGS, exponent, largest, factors, spectral, times_power
+from muon_shard.newton_schulz.scaling import PRECONDITIONINGS, exponent, factors, largest, spectral, times_power
 
 RNG = np.random.default_rng(0)
 WIDE = RNG.standard_normal((16, 64)).astype(np.float32)

@@ -140,8 +140,8 @@ def test_layouts_are_written_once_and_tables_as_runs():
     record = serialize.to_record(plan)
     leaves = plan.parts[0].leaves
     assert len(record["layouts"]) == len({leaf.layout for leaf in leaves}) < len(leaves) / 10
-    slots = record["parts"][0]["domains"][0]["packing"]["slots"]
-    assert len(slots["rows"]) == len(plan.parts[0].programs) and sum(times for _, times in slots["runs"]) == 64
+    slots = record["parts"][0]["waves"][0]["domains"][0]["packing"]["slots"]
+    assert len(slots["rows"]) == plan.parts[0].programs and sum(times for _, times in slots["runs"]) == 64
 
 
 def changed(*path, to=None):
@@ -157,7 +157,7 @@ def changed(*path, to=None):
     return values
 
 
-DOMAIN = ("plan", "parts", 0, "domains", 0)
+DOMAIN = ("plan", "parts", 0, "waves", 0, "domains", 0)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,10 @@ DOMAIN = ("plan", "parts", 0, "domains", 0)
         (changed("plan", "layouts"), "plan: the list 'layouts' is missing"),
         (changed("plan", "parts"), "plan: Plan with missing 'parts'"),
         (changed("plan", "waves", to=2), "plan: Plan with unknown 'waves'"),
-        (changed(*DOMAIN, "packing", "counts"), r"plan.parts\[0\].domains\[0\].packing: Packing with missing 'counts'"),
+        (
+            changed(*DOMAIN, "packing", "counts"),
+            r"plan.parts\[0\].waves\[0\].domains\[0\].packing: Packing with missing 'counts'",
+        ),
         (changed(*DOMAIN, "packing", "page", to="8"), r"packing.page: expected int, got '8'"),
         (changed(*DOMAIN, "packing", to=3), r"packing: a Packing is a dict, not 3"),
         (changed(*DOMAIN, "leaves", to=3), r"leaves: expected a list, got 3"),

@@ -98,7 +98,7 @@ def test_a_late_host_launches_every_operation():
         # Two all-to-alls for each of five leaves, 0.5 s a launch.
         assert busy.exposed - free.exposed == pytest.approx(5 * 2 * 0.5)
         launched[together] = max(lane.seconds("NS") for lane in busy.lanes) - free.compute
-    owned = max(sum(sum(kinds) for kinds in program) for program in plan.parts[0].programs)
+    owned = max(sum(sum(kinds) for kinds in program) for program in plan.parts[0].waves[0].programs)
     assert launched["matrix"] == launched["leaf"] == pytest.approx(owned * 6 * 0.5)
     assert launched["shape"] < launched["matrix"]
 

@@ -155,7 +155,7 @@ SKINNY = Case({"replica": 2, "fsdp": 4}, {f"w{i}": Leaf((8, 4096), P(None, "fsdp
 def test_only_halves_of_gram_matrices_travel():
     plan = check(SKINNY, muon_shard.PlanOptions(transport="gram"))
     kinds = {c.kind: c.bytes for c in plan.collectives}
-    assert list(kinds) == ["all-reduce", "reduce-scatter", "all-gather"]
+    assert list(kinds) == ["all-reduce", "all-to-all", "all-gather"]
     half = 8 * 9 // 2 + 1  # and its scale
     assert plan.parts[0].domains[0].packing.sizes == (half,)
     moved = sum(c.received for c in plan.collectives)

@@ -31,14 +31,16 @@ class Gram(Transport):
         return (
             *_turns(traffic, "short sides together"),
             Collective("all-reduce", axes, peers, traffic.scales, "scales"),
-            Collective("reduce-scatter", axes, peers, traffic.row * traffic.item, "Gram matrices to owners"),
+            Collective("all-to-all", axes, peers, peers * traffic.row * traffic.item, "Gram matrices to owners"),
             Collective("all-gather", axes, peers, peers * traffic.row * traffic.out, "results to all"),
             *_turns(traffic, "results back"),
         )
 
     def bring(self, pool: jax.Array, table: Any, exchange: MeshAxes) -> jax.Array:
         sent = take_pages(pool, table).reshape(table.shape[0], -1)
-        return lax.psum_scatter(sent, names(exchange), scatter_dimension=0, tiled=True)
+        # A `psum_scatter` receives the same bytes, but XLA on TPU makes an all-reduce of it, or pads it.
+        parts = lax.all_to_all(sent, names(exchange), split_axis=0, concat_axis=0, tiled=True)
+        return parts.sum(0, keepdims=True)
 
     def back(self, results: jax.Array, exchange: MeshAxes) -> jax.Array:
         return lax.all_gather(results, names(exchange), axis=0, tiled=True)

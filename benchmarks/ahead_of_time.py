@@ -1,0 +1,281 @@
+"""The optimizer update, compiled for machines that are not here, against its plan, for every transport.
+
+One row per target, mesh and transport: the audit's verdict, result bytes of collectives as planned and as found, how
+many nobody planned, temporaries, seconds to compile, and shares of the collectives' bytes: 'async' have a start and a
+done, 'overlap' have a fusion, product, conditional or loop between the two. A schedule shows that bytes could hide
+behind work, not that they do. Nothing runs, so no accelerator is needed, only its compiler: jax[tpu] or jax[cuda12].
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import muon_shard
+from muon_shard import hlo
+from muon_shard.transports import TRANSPORTS
+
+WIDTH = 100
+
+# What the compiler asks of an H100 SXM; one that is plugged in would tell it the same.
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  device_memory_size: 84942979072  memory_bandwidth: 3352320000000  l2_cache_size: 52428800
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9  minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+# Rows of the matrices lie over all axes but `replica`; `two_hops` needs two of them.
+SIXTEEN: tuple[dict[str, int], ...] = ({"fsdp": 16}, {"replica": 2, "fsdp": 8}, {"host": 4, "chip": 4})
+SIXTY_FOUR: tuple[dict[str, int], ...] = ({"replica": 4, "fsdp": 16}, {"replica": 4, "host": 4, "chip": 4})
+
+# Outside of Google's cloud, libtpu looks for these and complains at length. They do not change what it compiles.
+NOWHERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine: how JAX is asked for it, the meshes on it, and what to install where its compiler is missing."""
+
+    platform: str
+    topology: str
+    meshes: tuple[dict[str, int], ...]
+    install: str
+    more: tuple[tuple[str, str], ...] = ()
+
+    def devices(self) -> list[Any]:
+        """Devices that one can compile for, though they are not here."""
+        return topologies.get_topology_desc(self.topology, self.platform, **dict(self.more)).devices
+
+
+TARGETS = {  # by the name of the topology's preset
+    "tpu-v5e": Target("tpu", "v5e:4x4", SIXTEEN, "jax[tpu]"),
+    "tpu-v5p": Target("tpu", "v5p:4x4x4", SIXTY_FOUR, "jax[tpu]"),
+    "h100": Target("cuda", "", SIXTEEN, "jax[cuda12]", (("topology", "1x2x8"), ("target_config", H100))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compilation."""
+
+    target: str
+    mesh: Mesh
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.target} ({sizes(self.mesh.shape)}) {self.transport}"
+
+
+def sizes(mesh: Mapping[str, int]) -> str:
+    """A mesh in words."""
+    return ", ".join(f"{name} {size}" for name, size in mesh.items())
+
+
+def scattered(sizes: Iterable[str]) -> tuple[str, ...]:
+    """The mesh axes that rows lie over."""
+    return tuple(name for name in sizes if name != "replica")
+
+
+def model(mesh: Mesh, layers: int, width: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """bf16 matrices of transformer layers with few key and value heads, rows over all axes but `replica`."""
+    d, where = width, NamedSharding(mesh, P(scattered(mesh.axis_names), None))
+    shapes = {"q": (d, d), "o": (d, d), "k": (d, d // 4), "v": (d, d // 4)}
+    shapes |= {"gate": (d, 4 * d), "up": (d, 4 * d), "down": (4 * d, d), "out": (4 * d, d)}
+    return {
+        f"{i}.{name}": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)
+        for i in range(layers)
+        for name, shape in shapes.items()
+    }
+
+
+def compiled(case: Case, params: Any, compiler_options: dict[str, Any]) -> tuple[jax.stages.Compiled, muon_shard.Plan]:
+    """The update, its results where the parameters lie, and its plan."""
+    options = muon_shard.PlanOptions(topology=case.target, transport=case.transport)
+    tx = muon_shard.scale_by_muon(param_shardings=params, plan_options=options)
+    shardings = muon_shard.opt_state_shardings(tx, params)
+    shapes = jax.eval_shape(tx.init, params)
+    state = jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, shardings)
+    out = (jax.tree.map(lambda x: x.sharding, params), shardings)
+    lowered = jax.jit(tx.update, out_shardings=out, donate_argnums=1).lower(params, state, params)
+    return lowered.compile(compiler_options), muon_shard.make_plan(params, options=options)
+
+
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Compile and audit one case; 'error' says what raised."""
+    facts = {"target": case.target, "mesh": dict(case.mesh.shape), "transport": case.transport}
+    start = time.perf_counter()
+    try:
+        module, plan = compiled(case, model(case.mesh, args.layers, args.width), dict(args.compiler_options))
+    except Exception as error:  # one transport that does not compile must not hide the others
+        return facts | {"error": f"{type(error).__name__}: {error}"}
+    seconds, memory = time.perf_counter() - start, module.memory_analysis()
+    text, audit = module.as_text() or "", muon_shard.audit(module, plan)
+    if args.dump:
+        pathlib.Path(args.dump, f"{re.sub('[^a-z0-9_]+', '-', str(case))}.txt").write_text(text, encoding="utf-8")
+    return facts | {
+        "audit": audit.to_json(),
+        "planned_bytes": sum(row.planned.bytes for row in audit.rows),
+        "found_bytes": sum(row.found.bytes for row in audit.rows),
+        "extra": sum(row.found.count - row.planned.count for row in audit.extra),
+        "temp_bytes": memory.temp_size_in_bytes if memory else 0,
+        "compile_seconds": round(seconds, 1),
+        **overlap(text),
+    }
+
+
+# Overlap. The text of a compiled module is in the order of its schedule.
+
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][a-z\d\-]*)\((.*)")
+_WORK = ("fusion", "dot", "convolution", "conditional", "while", "call")  # `call` runs a CUDA graph
+_PRODUCT = re.compile(r'custom_call_target="__(cublas|cudnn|triton)')
+_LEAST = 4096  # bytes: what makes less is a counter or a table, and hides nothing
+
+
+def overlap(text: str) -> dict[str, float]:
+    """Shares of the collectives' bytes that are asynchronous, and that have work between start and done."""
+    pairs, found = dict(bracketed(text)), hlo.collectives(text)
+    total = sum(f.bytes * f.count for f in found) or 1
+    return {
+        "async": sum(f.bytes * f.count for f in found if f.name in pairs) / total,
+        "overlap": sum(f.bytes * f.count for f in found if pairs.get(f.name)) / total,
+    }
+
+
+def bracketed(text: str) -> Iterator[tuple[str, bool]]:
+    """Asynchronous collectives by name, and whether work stands between start and done."""
+    running: dict[str, bool] = {}
+    for name, result, opcode, rest in filter(None, map(_parts, text.splitlines())):
+        if opcode.endswith("-start") and '"is_sync":true' not in rest:  # GPU prints pairs where it blocks, too
+            running[name] = False
+        elif opcode.endswith("-done") and (start := hlo.names(rest.split(")")[0])[0]) in running:
+            yield start, running.pop(start)
+        elif (opcode in _WORK or _PRODUCT.search(rest)) and hlo.type_bytes(result) >= _LEAST:
+            running = dict.fromkeys(running, True)
+    for computation in text.split("\n\n"):
+        if "AsyncCollectiveStart" in computation:  # TPU: the first of a chain of fusions that also hold the work
+            yield from ((parts[0], True) for parts in map(_parts, computation.splitlines()) if parts)
+
+
+def _parts(line: str) -> tuple[str | Any, ...] | None:
+    """Name, type of the result, opcode, and the rest of an instruction."""
+    match = _INSTRUCTION.match(line)
+    return match.groups() if match else None
+
+
+# The command
+
+
+def cases(targets: Iterable[str], transports: Iterable[str], console: Console) -> Iterator[Case]:
+    """Every mesh and transport that go together; one sentence for each target whose compiler is missing."""
+    for name in targets:
+        target = TARGETS[name]
+        try:
+            devices = target.devices()
+        except Exception as error:  # without its compiler a platform raises whatever it likes
+            why = re.split(r"[.;] |\n", str(error).strip())[0].rstrip(".") or type(error).__name__
+            note = f"{name} is left out, its compiler is not here ({why}). Consider pip install '{target.install}'."
+            console.print(note, markup=False, soft_wrap=True)
+            continue
+        for axes in target.meshes:
+            auto = (AxisType.Auto,) * len(axes)
+            mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
+            exchange = tuple((axis, axes[axis]) for axis in scattered(axes))
+            yield from (Case(name, mesh, t) for t in transports if not TRANSPORTS[t].refuses(exchange))
+
+
+def table(reports: Iterable[dict[str, Any]]) -> Table:
+    """The facts of all cases, at most 100 columns wide."""
+    caption = "planned, found and temporaries in MB on each device; s: seconds to lower and compile"
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    for heading in ("target", "mesh", "transport", "audit"):
+        out.add_column(heading)
+    for heading in ("planned", "found", "extra", "temp", "s", "async", "overlap"):
+        out.add_column(heading, justify="right")
+    before = None
+    for report in reports:
+        where = (report["target"], sizes(report["mesh"]))
+        if before not in (None, where):
+            out.add_section()
+        out.add_row(*(where if where != before else ("", "")), report["transport"], *cells(report))
+        before = where
+    return out
+
+
+def cells(report: dict[str, Any]) -> tuple[str, ...]:
+    """One row of the table, from the audit on."""
+    if "error" in report:
+        return ("error",)
+    judged = [name for name in ("extra", "missing", "resized") if report["audit"][name]]
+    planned, found, temp = (f"{report[key] / 1e6:.2f}" for key in ("planned_bytes", "found_bytes", "temp_bytes"))
+    seconds, shares = f"{report['compile_seconds']:.0f}", (f"{report[key]:.2f}" for key in ("async", "overlap"))
+    return (", ".join(judged) or "ok", planned, found, str(report["extra"]), temp, seconds, *shares)
+
+
+def option(text: str) -> tuple[str, Any]:
+    """`name=value`, where `true` and `false` are booleans and digits a number."""
+    name, _, value = text.partition("=")
+    return name, {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+
+
+def main() -> None:
+    """Parse the command line, compile, print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ahead_of_time", description=__doc__)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--compiler-options", nargs="+", type=option, default=[], metavar="NAME=VALUE")
+    parser.add_argument("--dump", metavar="FOLDER", help="also write the text of every module")
+    parser.add_argument("--json", metavar="FILE", help="also write all facts, audits included")
+    args = parser.parse_args()
+    for name, value in NOWHERE.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")  # whatever is plugged in stays free
+    errors = Console(stderr=True)
+    chosen, reports = list(cases(args.targets, args.transports, errors)), []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task("", total=len(chosen))
+        for case in chosen:
+            progress.update(task, description=str(case))
+            reports.append(measure(case, args))
+            if "error" in reports[-1]:
+                progress.console.print(f"{case}: {reports[-1]['error']}", markup=False, soft_wrap=True)
+            progress.advance(task)
+    if args.json:
+        facts = {"jax": jax.__version__, "layers": args.layers, "width": args.width, "cases": reports}
+        pathlib.Path(args.json).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    Console(width=WIDTH).print(table(reports) if reports else "Nothing to compile.")
+
+
+if __name__ == "__main__":
+    main()
