@@ -83,7 +83,7 @@ def simulate(plan: Plan, topology: str | Topology, *, host: Host | None = None) 
 
 def makespan(part: MeshPlan, machine: Topology) -> float:
     """Seconds of one part alone, on the platform that it was planned for."""
-    return max(lane.spans[-1].end for lane in _lanes(0, part, _Costs(machine, None)) if lane.spans)
+    return max(lane.end for lane in _lanes(0, part, _Costs(machine, None)))
 
 
 def _lanes(number: int, part: MeshPlan, costs: "_Costs") -> Iterator[Lane]:

@@ -85,8 +85,8 @@ class Timeline:
 
     @property
     def compute(self) -> float:
-        """Seconds that the busiest device orthogonalizes."""
-        return self.busiest.seconds("NS") if self.busiest else 0.0
+        """Seconds of orthogonalization: in each wave those of the device that has most."""
+        return self.makespan - self.exposed - self.copying
 
     @property
     def exposed(self) -> float:

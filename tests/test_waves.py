@@ -50,6 +50,21 @@ def test_a_bound_is_kept_and_what_it_costs_is_shown():
     assert part.stretch == 1  # the core is balanced, and so is the rest
     assert "waves      4, exchange buffers of at most 65.5 kB each; NS takes 1.000×" in str(plan)
     assert sum(len(domain.leaves) for domain in part.domains) == len(case.leaves)
+    timeline = muon_shard.simulate(plan, "h100")
+    assert timeline.compute + timeline.exposed + timeline.copying == pytest.approx(timeline.makespan)
+    assert timeline.makespan > muon_shard.simulate(planned(case), "h100").makespan
+
+
+def test_devices_that_own_different_shapes_stay_equally_busy():
+    """Half the devices own the large matrices, the other half small ones, so there is no core."""
+    shapes = {"q": (64, 64), "o": (64, 64), "up": (64, 256), "down": (256, 64)}
+    leaves = {f"{i}.{name}": Leaf(shape, P("fsdp")) for i in range(16) for name, shape in shapes.items()}
+    case = Case({"replica": 2, "fsdp": 4}, leaves)
+    whole = planned(case, dedup_axes="all")
+    half = whole.parts[0].waves[0].buffer_bytes // 2
+    plan = planned(case, dedup_axes="all", max_wave_bytes=half)
+    assert len(plan.parts[0].waves) == 2 and plan.parts[0].stretch == 1
+    assert plan.bytes_by_axis == whole.bytes_by_axis  # nothing more is padded
 
 
 def test_a_bound_smaller_than_one_matrix_is_exceeded_as_little_as_can_be():
