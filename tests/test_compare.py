@@ -64,7 +64,8 @@ def test_what_redundancy_costs():
     redundant, gather, exchange = (rows[name, "none"] for name in ("redundant", "gather", "all_to_all"))
     assert redundant.timeline.compute > 10 * gather.timeline.compute  # 32 devices share what one computed
     assert gather.received > redundant.received > 10 * exchange.received
-    assert rows["gather", "all"].timeline.compute < 0.6 * gather.timeline.compute
+    # Gathered matrices need waves, which cost some of what sharing saves.
+    assert rows["gather", "all"].timeline.compute < 0.7 * gather.timeline.compute
     assert exchange.timeline.compute == gather.timeline.compute
 
 
