@@ -66,7 +66,7 @@ def test_what_redundancy_costs():
     assert gather.received > redundant.received > 10 * exchange.received
     # Gathered matrices need waves, which cost some of what sharing saves.
     assert rows["gather", "all"].timeline.compute < 0.7 * gather.timeline.compute
-    assert exchange.timeline.compute == gather.timeline.compute
+    assert exchange.timeline.compute == pytest.approx(gather.timeline.compute)
 
 
 def test_any_tree_and_no_progress_bar_without_a_console(capsys):
