@@ -1,4 +1,5 @@
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -47,3 +48,11 @@ def test_common_name():
 def test_one_of_each_is_singular():
     text = str(muon_shard.make_plan({"w": jax.ShapeDtypeStruct((4, 8), "float32")}))
     assert "1 matrix in 1 leaf on 1 device (one device)" in text and "Routing: 1 leaf to Muon, 0 to Adam" in text
+
+
+def test_tables_are_text_in_notebooks_too(monkeypatch):
+    """There rich would show a table itself and leave nothing to print."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    plan = muon_shard.make_plan({"w": np.ones((4, 8), np.float32)})
+    timeline = muon_shard.simulate(plan, "h100")
+    assert str(plan).startswith("Muon plan") and "NS" in str(timeline)
