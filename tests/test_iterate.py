@@ -83,7 +83,7 @@ def test_direct_form_by_blocks(coeffs, blocks):
 
 
 @pytest.mark.parametrize(
-    ("coeffs", "blocks", "tolerance"), [("standard", 6, 3e-3), ("dion", 4, 5e-3), ("deepseek_v4", 4, 5e-3)]
+    ("coeffs", "blocks", "tolerance"), [("standard", 6, 5e-3), ("dion", 4, 5e-3), ("deepseek_v4", 4, 5e-3)]
 )
 def test_gram_form_by_blocks(coeffs, blocks, tolerance):
     """Mirroring costs digits, most on matrices as small as these; those it is chosen for are in test_orthogonalize."""

@@ -88,7 +88,7 @@ def test_memory_shrinks_with_the_waves():
         tx = muon_shard.scale_by_muon(plan_options=muon_shard.PlanOptions(max_wave_bytes=limit))
         compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert temporaries[1] < 0.6 * temporaries[0], temporaries
+    assert temporaries[1] < 0.75 * temporaries[0], temporaries
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**28])
