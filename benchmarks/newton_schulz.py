@@ -66,13 +66,12 @@ def measure(shape: tuple[int, ...], dtype: str, rounds: int) -> dict[str, str | 
     if len(shape) == 3:
         ways |= {"batched": batched, "separate": separate}
     ways = {name: jax.jit(way) for name, way in ways.items()}
-    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape, dtype=np.float32), dtype)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(rounds + 1):
-        names = (
-            list(ways)[round_ % len(ways) :] + list(ways)[: round_ % len(ways)]
-        )  # nobody always follows the same peer
-        for name in names:
+        # In another order each round: a small batch is slower right after many separate ones.
+        for name in rng.permutation(list(ways)):
             way, start = ways[name], time.perf_counter()
             jax.block_until_ready(way(x))
             if round_:  # the first compiles
