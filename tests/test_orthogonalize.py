@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import muon_shard
-from benchmarks.ns_oracle import low_rank, oracle, rows_of, steps_of, with_condition
+from benchmarks.ns_oracle import compose, decompose, low_rank, oracle, rows_of, steps_of, with_condition
 from muon_shard.newton_schulz import COEFFICIENTS, NewtonSchulz, coefficients, make_orthogonalizer, narrowed
 from muon_shard.newton_schulz.coefficients import slopes
 from muon_shard.newton_schulz.orthogonalize import ENOUGH
@@ -247,18 +247,33 @@ def test_more_steps_need_no_more_memory(batch):
     assert more <= few  # XLA unrolls the loop over the one segment after the first, which costs it a copy of X
 
 
+LARGE = {
+    "ones": (lambda m, n: np.ones((m, n)), 5e-4),
+    "rank 1": (lambda m, n: low_rank(np.random.default_rng(1), m, n, 1), 5e-4),
+    "condition 1e6": (lambda m, n: with_condition(np.random.default_rng(3), m, n, 1e6), 5e-4),
+    "gaussian": (lambda m, n: np.random.default_rng(4).standard_normal((m, n)), 1e-4),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("coeffs", ["standard", "dion", "you6"])
-@pytest.mark.parametrize(("kind", "tolerance"), [("ones", 1e-2), ("rank 1", 5e-3), ("gaussian", 2e-5)])
-def test_matrices_large_enough_for_blocks(coeffs, kind, tolerance):
-    """Rounding adds up on ones; an entrywise tolerance would not see it, so it is relative to the whole."""
-    rng = np.random.default_rng(0)
-    rank = np.outer(rng.standard_normal(1024), rng.standard_normal(2048))
-    x = {"ones": np.ones((1024, 2048)), "rank 1": rank, "gaussian": rng.standard_normal((1024, 2048))}[kind]
-    x = jnp.asarray(x, jnp.float32)
-    steps = steps_of(coeffs)
-    assert "sym" in NewtonSchulz(steps, method="gram", slopes=slopes(coeffs, steps)).form(1024, 2048, "float32").name
-    got, want = (
-        np.asarray(compiled(ns_coeffs=coeffs, ns_steps=steps, method=m)(x), np.float64) for m in ("gram", "direct")
-    )
-    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+@pytest.mark.parametrize("kind", LARGE)
+def test_matrices_large_enough_for_blocks(kind):
+    """Within the tolerance, or no worse than the direct form: long sets amplify the rounding of X itself.
+
+    Errors of coherent matrices are small in each entry and all alike, so the whole is measured too.
+    """
+    make, tolerance = LARGE[kind]
+    x = make(1024, 1536).astype(np.float32)
+    parts = decompose(x)
+    for coeffs in COEFFICIENTS:
+        steps = steps_of(coeffs)
+        form = NewtonSchulz(steps, method="gram", slopes=slopes(coeffs, steps)).form(*x.shape, "float32")
+        assert "sym" in form.name
+        want = compose(parts, rows_of(coeffs))
+        gram, direct = (
+            np.asarray(compiled(ns_coeffs=coeffs, ns_steps=steps, method=m)(x), np.float64) - want
+            for m in ("gram", "direct")
+        )
+        assert np.abs(gram).max() <= max(tolerance, 1.2 * np.abs(direct).max()), coeffs
+        norm = np.linalg.norm(want)
+        assert np.linalg.norm(gram) <= max(5e-3 * norm, 1.2 * np.linalg.norm(direct)), coeffs
