@@ -87,8 +87,8 @@ def _replicated(x: jax.Array, mesh: AnyMesh) -> jax.Array:
 def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -> tuple[jax.Array, ...]:
     """What every device does with its local shards.
 
-    Two waves are under way at a time, so that one can talk while the other computes: the third begins when the results
-    of the first are there. Left to itself XLA begins all at once, and keeps the buffers of all.
+    With two waves under way, so that one can talk while the other computes, the third begins when the results of the
+    first are there. Left to itself XLA begins all at once, and keeps the buffers of all.
     """
     layouts = [leaf.layout for leaf in plan.leaves]
     blocks = [
@@ -96,10 +96,10 @@ def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -
         for x, layout in zip(shards, layouts, strict=True)
     ]
     updates: list[list[jax.Array]] = [[] for _ in shards]
-    starts: list[Any] = [0, 0]
+    starts: list[Any] = [0] * plan.under_way
     for wave, start in zip(plan.waves, starts, strict=False):
         parts = _wave(plan, wave, operands, blocks, start)
-        starts.append(_after(parts))  # seen by the loop: the third wave begins with the end of the first
+        starts.append(_after(parts))  # seen by the loop, which takes them in turn
         for leaf, part in parts:
             updates[leaf].append(part)
     return tuple(_shard(jnp.concatenate(parts), layout) for parts, layout in zip(updates, layouts, strict=True))

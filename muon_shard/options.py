@@ -21,6 +21,8 @@ class PlanOptions:
         max_wave_bytes: bounds the exchange buffers of one device: what does not fit is exchanged in several waves, none
             of which waits for another's results. 'auto': an eighth of the device's memory. A matrix is never cut, so
             the plan says where it had to exceed this.
+        waves_under_way: waves that may be under way at a time. With 1 each begins when the one before has ended, which
+            takes the least memory; with 2 one can talk while the other computes; with as many as there are, none waits.
         max_programs: bounds how many different device programs are compiled for one wave (compile time grows with it);
             when the assignment needs more, programs are merged and the FLOPs this costs show in `Plan.balance`.
     """
@@ -30,6 +32,7 @@ class PlanOptions:
     dedup_axes: str | tuple[str, ...] = "auto"
     ns_method: str = "auto"
     max_wave_bytes: int | str = "auto"
+    waves_under_way: int = 2
     max_programs: int = 32
 
     def __post_init__(self) -> None:
@@ -49,5 +52,6 @@ class PlanOptions:
             raise ValueError(
                 f"PlanOptions: max_wave_bytes must be 'auto' or at least 1 byte, got {self.max_wave_bytes!r}."
             )
-        if self.max_programs < 1:
-            raise ValueError(f"PlanOptions: max_programs must be at least 1, got {self.max_programs}.")
+        for name in ("waves_under_way", "max_programs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"PlanOptions: {name} must be at least 1, got {getattr(self, name)}.")

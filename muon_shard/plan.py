@@ -103,8 +103,8 @@ class Wave:
 class MeshPlan:
     """What one `shard_map` runs. Devices are numbered row-major over `mesh_axes`.
 
-    `limit` is how many bytes the exchange buffers of a wave may take, `bound` how little work the busiest device can
-    have, whatever the assignment of whole matrices.
+    `limit` is how many bytes the exchange buffers of a wave may take, `under_way` how many waves may be at a time,
+    `bound` how little work the busiest device can have, whatever the assignment of whole matrices.
     """
 
     mesh_axes: MeshAxes
@@ -112,6 +112,7 @@ class MeshPlan:
     waves: tuple[Wave, ...]
     orthogonalizer: Orthogonalizer
     limit: int
+    under_way: int
     bound: int
 
     @property
@@ -195,8 +196,8 @@ class MeshPlan:
     @property
     def peak_bytes(self) -> int:
         """Estimated temporaries per device: exchange buffers, and a stack in NS with its Gram matrices."""
-        peaks = [self._peak(wave) for wave in self.waves]  # two waves are under way at a time
-        return max((a + b for a, b in zip(peaks, [*peaks[1:], 0], strict=True)), default=0)
+        peaks = [self._peak(wave) for wave in self.waves]
+        return max((sum(peaks[i : i + self.under_way]) for i in range(len(peaks))), default=0)
 
     def _peak(self, wave: Wave) -> int:
         going = working = coming = stack = 0

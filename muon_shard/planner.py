@@ -28,6 +28,10 @@ from muon_shard.transports import TRANSPORTS, Gather, Gram
 CLOSE = 1.25
 """How far above the least a transport's estimate may lie for a plan of its own to be tried."""
 
+NOTICED_SHARE, NOTICED_SECONDS = 0.01, 5e-5
+"""How much faster in the simulator such a plan must be, of the time and absolutely; one that repeats work by as much as
+an estimate must."""
+
 
 def make_plan(
     params: Any,
@@ -109,7 +113,7 @@ def best_plan(
     topology: Topology,
     options: PlanOptions,
 ) -> MeshPlan:
-    """The plan by estimates, or one that pins what they left open, where that is clearly faster in the simulator.
+    """The plan by estimates, or one that pins what they left open, where that is noticeably faster in the simulator.
 
     Estimates divide evenly; plans have whole matrices and padding. Cached: every trace asks again.
     """
@@ -118,7 +122,9 @@ def best_plan(
     for rival in _rivals(plan, options):
         other = plan_mesh(leaves, mesh_axes, orthogonalizer, topology, rival)
         took = makespan(other, topology)
-        if is_worthwhile(seconds, took):
+        repeats = rival.transport != "auto" and TRANSPORTS[rival.transport].repeats
+        noticed = seconds - took >= max(NOTICED_SHARE * seconds, NOTICED_SECONDS)
+        if is_worthwhile(seconds, took) if repeats else noticed:
             best, seconds = other, took
     return best
 
@@ -130,7 +136,8 @@ def _rivals(plan: MeshPlan, options: PlanOptions) -> list[PlanOptions]:
     sharings = ("all", ()) if free and options.dedup_axes == "auto" else (options.dedup_axes,)
     scattered = [domain.choice.seconds for domain in domains_ if domain.packing.exchange]
     legal = [t for t in scattered[0] if all(t in each for each in scattered)] if scattered else []
-    legal = [t for t in legal if not TRANSPORTS[t].repeats]  # that needs a clear case, by estimates
+    if options.dedup_axes != "auto":
+        legal = [t for t in legal if not TRANSPORTS[t].repeats]  # who names axes wants work shared over them
     transports = legal if options.transport == "auto" else [options.transport]
     chosen = sum(domain.choice.estimate for domain in domains_)
     rivals = []
@@ -179,7 +186,7 @@ def plan_mesh(
         planned.append(Wave(tuple(parts)))
         done += taken
     bound = assign.lower_bound(jobs, workers)
-    plan = MeshPlan(mesh_axes, leaves, tuple(planned), orthogonalizer, limit, bound)
+    plan = MeshPlan(mesh_axes, leaves, tuple(planned), orthogonalizer, limit, options.waves_under_way, bound)
     spread = sum(plan.everywhere(domain, "cost") for domain in plan.domains)
     return dataclasses.replace(plan, bound=bound + spread) if spread else plan
 

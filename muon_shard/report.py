@@ -176,8 +176,8 @@ def _waves(part: MeshPlan) -> Iterable[str]:
     """How many waves, what they hold, what they cost."""
     largest = max(wave.buffer_bytes for wave in part.waves)
     yield (
-        f"waves      {len(part.waves)}, exchange buffers of at most {_bytes(largest)} each; "
-        f"NS takes {part.stretch:.3f}× as long as in one"
+        f"waves      {len(part.waves)}, exchange buffers of at most {_bytes(largest)} each, "
+        f"{min(part.under_way, len(part.waves))} under way at a time; NS takes {part.stretch:.3f}× as long as in one"
     )
     if largest > part.limit:
         yield f"           more than the {_bytes(part.limit)} asked for: no matrix is cut"

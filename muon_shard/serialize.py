@@ -28,7 +28,7 @@ from muon_shard.orthogonalizer import Adaptive, Orthogonalizer
 from muon_shard.plan import MeshPlan, Plan
 from muon_shard.transports import TRANSPORTS
 
-VERSION = 2
+VERSION = 3
 LONG = 16
 """Rows from which a table is written as runs."""
 

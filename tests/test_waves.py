@@ -48,7 +48,8 @@ def test_a_bound_is_kept_and_what_it_costs_is_shown():
     assert max(wave.buffer_bytes for wave in part.waves) <= 4 * matrix
     assert [len(wave.programs) for wave in part.waves].count(1) == len(part.waves) - 1  # a switch in one only
     assert part.stretch == 1  # the core is balanced, and so is the rest
-    assert "waves      4, exchange buffers of at most 65.5 kB each; NS takes 1.000×" in str(plan)
+    told = "waves      4, exchange buffers of at most 65.5 kB each, 2 under way at a time; NS takes 1.000×"
+    assert told in str(plan)
     assert sum(len(domain.leaves) for domain in part.domains) == len(case.leaves)
     timeline = muon_shard.simulate(plan, "h100")
     assert timeline.compute + timeline.exposed + timeline.copying == pytest.approx(timeline.makespan)
@@ -74,6 +75,11 @@ def test_a_bound_smaller_than_one_matrix_is_exceeded_as_little_as_can_be():
     assert "more than the 1 kB asked for: no matrix is cut" in str(plan)
 
 
+def test_no_wave_under_way_raises():
+    with pytest.raises(ValueError, match="waves_under_way must be at least 1"):
+        muon_shard.PlanOptions(waves_under_way=0)
+
+
 @pytest.mark.parametrize("bad", [0, -1, "some"])
 def test_bad_bounds_raise(bad):
     with pytest.raises(ValueError, match="max_wave_bytes"):
@@ -83,12 +89,19 @@ def test_bad_bounds_raise(bad):
 def test_memory_shrinks_with_the_waves():
     case = Case({"fsdp": 8}, {f"w{i}": Leaf((256, 256), P("fsdp")) for i in range(64)})
     params = case.put(case.host(), case.make_mesh())
-    temporaries = []
-    for limit in ("auto", 2 * 256 * 256 * 4):
-        tx = muon_shard.scale_by_muon(plan_options=muon_shard.PlanOptions(max_wave_bytes=limit))
-        compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+    temporaries, outs = [], []
+    for limit, under_way in (("auto", 2), (2 * 256 * 256 * 4, 2), (2 * 256 * 256 * 4, 1), (2 * 256 * 256 * 4, 99)):
+        options = muon_shard.PlanOptions(max_wave_bytes=limit, waves_under_way=under_way)
+        tx = muon_shard.scale_by_muon(plan_options=options)
+        state = tx.init(params)
+        compiled = jax.jit(tx.update).lower(params, state, params).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert temporaries[1] < 0.75 * temporaries[0], temporaries
+        outs.append(jax.tree.map(np.asarray, compiled(params, state, params)[0]))
+    whole, two, one, free = temporaries
+    assert one < two < 0.75 * whole, temporaries
+    assert two < free, temporaries
+    for out in outs[2:]:
+        jax.tree.map(np.testing.assert_array_equal, out, outs[1])
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**28])
