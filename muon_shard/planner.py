@@ -25,7 +25,7 @@ from muon_shard.simulate import makespan
 from muon_shard.topology import Topology
 from muon_shard.transports import TRANSPORTS, Gather, Gram
 
-CLOSE = 1.25
+CLOSE = 1.5
 """How far above the least a transport's estimate may lie for a plan of its own to be tried."""
 
 NOTICED_SHARE, NOTICED_SECONDS = 0.01, 5e-5

@@ -37,7 +37,7 @@ def cut(
     """
     best = [owned]
     least = buffer_bytes(owned, sizes, domain_of)
-    most = int(owned.sum(1).max(initial=0))
+    most = int(owned[:, np.asarray(sizes) > 0].sum(1).max(initial=0))
     waves = min(-(-least // max(limit, *sizes)), most)
     while least > limit:
         found = [
@@ -93,16 +93,23 @@ def _even(owned: np.ndarray, rows: Sequence[np.ndarray], waves: int) -> list[np.
     found: np.ndarray = np.zeros((waves, *owned.shape), np.int64)
     for k, devices in enumerate(rows):
         counts = owned[devices, k]
+        total = int(counts[0].sum())
+        if devices.shape[1] == 1:  # many experts: no device's matrices need be told from another's
+            found[:, devices[:, 0], k] = np.bincount(_turns(total, waves, k), minlength=waves)[:, None]
+            continue
         row, worker = (index.reshape(-1).repeat(counts.reshape(-1)) for index in np.indices(counts.shape))
         nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts.reshape(-1), counts.reshape(-1))
         place = (nth + 0.5) / counts[row, worker]
         order = np.lexsort((worker, place, row))
-        total = int(counts[0].sum())
-        of_row = np.arange(len(row)) % max(total, 1)
-        # Kinds with few matrices start at different waves, or all would fill the first.
-        wave = (of_row * waves // max(total, 1) + k) % waves if total < waves else of_row * waves // total
+        wave = np.tile(_turns(total, waves, k), len(counts))
         np.add.at(found[:, :, k], (wave, devices[row[order], worker[order]]), 1)
     return [wave for wave in list(found) if wave.any()]
+
+
+def _turns(total: int, waves: int, kind: int) -> np.ndarray:
+    """The wave of each of `total` matrices. Kinds with few start at different waves, or all would fill the first."""
+    turn = np.arange(total) * waves // max(total, 1)
+    return (turn + kind) % waves if total < waves else turn
 
 
 def _aligned(owned: np.ndarray, rows: Sequence[np.ndarray], sizes: Sequence[int], limit: int) -> list[list[np.ndarray]]:
