@@ -1,6 +1,6 @@
 """The exact record of a plan as plain values, and back.
 
-    record = to_record(plan)   # {'version': 2, 'layouts': […], 'parts': […], 'routes': […]}
+    record = to_record(plan)   # {'version': 3, 'layouts': […], 'parts': […], 'routes': […]}
     from_record(record) == plan
 
 Records are dicts by field, tuples are lists. Values are written as they are and read by the type hints of their
@@ -28,7 +28,7 @@ from muon_shard.orthogonalizer import Adaptive, Orthogonalizer
 from muon_shard.plan import MeshPlan, Plan
 from muon_shard.transports import TRANSPORTS
 
-VERSION = 2
+VERSION = 3
 LONG = 16
 """Rows from which a table is written as runs."""
 
