@@ -56,10 +56,10 @@ class Kind:
 class Layout:
     """One leaf on one mesh.
 
-    `shape` and `spec` are the leaf's; `spec` names the mesh axes of each dimension (axes of size 1 are left out), `rows` and `cols` are the leaf's
-    dimensions that make up the matrix, in merging order; all others are batch dimensions. `cut`: the matrix holds
-    several. Where these can be had as matrices of their own, they are a batch dimension instead: `shape` and `spec`
-    then have several dimensions, `joined`, for one axis of the leaf.
+    `shape` and `spec` are the leaf's; `spec` names the mesh axes of each dimension (axes of size 1 are left out),
+    `rows` and `cols` are the dimensions that make up the matrix, in merging order; all others are batch dimensions.
+    `cut`: the matrix holds several. Where these can be had as matrices of their own, they are a batch dimension:
+    `shape` and `spec` then have several dimensions, `joined`, for one axis of the leaf.
     """
 
     shape: tuple[int, ...]
