@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from layouts import Case, Leaf
@@ -361,6 +364,58 @@ def test_one_block_never_touches_another(poison):
     assert np.isnan(of_block).all() if poison else not of_block.any()
     got[:, 21:34] = want[:, 21:34]
     np.testing.assert_array_equal(got, want)
+
+
+def cubic(x):
+    """Quick to compile; every entry of the result depends on the whole matrix, which may lie either way."""
+    return x @ x.mT @ x + x * (x * x).sum((-2, -1), keepdims=True)
+
+
+def by_axes(x, dims, function):
+    """A function of [batch, m, n] on a dense array, by dimension numbers."""
+    rows, cols = (np.atleast_1d(axes) % x.ndim for axes in dims)
+    order = [*(d for d in range(x.ndim) if d not in [*rows, *cols]), *rows, *cols]
+    y = x.transpose(order).astype(np.float64)
+    m, n = (int(np.prod([x.shape[d] for d in dims])) for dims in (rows, cols))
+    return function(y.reshape(-1, m, n)).reshape(y.shape).transpose(np.argsort(order))
+
+
+@st.composite
+def fused_leaves(draw, mesh):
+    """Any rank, matrix axes, spec, and blocks of any kind along any matrix axis."""
+    rank = draw(st.integers(2, 4))
+    order = draw(st.permutations(range(rank)))
+    first = draw(st.integers(1, rank - 1))
+    rows, cols = tuple(order[:first]), tuple(order[first : draw(st.integers(first + 1, rank))])
+    spec: list[list[str]] = [[] for _ in range(rank)]
+    for name in draw(st.lists(st.sampled_from(list(mesh)), unique=True)):
+        spec[draw(st.integers(0, rank - 1))].append(name)
+    shape = tuple(draw(st.integers(1, 3)) * math.prod(mesh[name] for name in names) for names in spec)
+    axis, interleaved = draw(st.sampled_from(rows + cols)), draw(st.booleans())
+    divisors = [d for d in range(1, shape[axis] + 1) if shape[axis] % d == 0]
+    period = draw(st.sampled_from(divisors)) if interleaved else shape[axis]
+    cuts = sorted(draw(st.sets(st.integers(1, period)))) if draw(st.booleans()) or interleaved else None
+    sizes = draw(st.sampled_from(divisors)) if cuts is None else np.diff([0, *cuts, period]).tolist()
+    sizes = sizes if isinstance(sizes, int) else tuple(size for size in sizes if size)
+    return Leaf(shape, P(*(tuple(names) or None for names in spec)), Blocks(axis, sizes, interleaved, rows, cols))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_blocks_of_any_leaves_in_any_layout(data):
+    mesh = data.draw(st.sampled_from([{"a": 8}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}]))
+    case = Case(mesh, {f"w{i}": data.draw(fused_leaves(mesh)) for i in range(3)})
+    on = case.make_mesh(data.draw(st.sampled_from(["auto", "explicit"])))
+    options = muon_shard.PlanOptions(max_wave_bytes=data.draw(st.sampled_from(["auto", 1])))
+    tx = muon_shard.scale_by_muon(
+        beta=0.0, weight_dimension_numbers=case.dims, orthogonalizer=cubic, plan_options=options
+    )
+    params = case.put(case.host(), on)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    numbers = dims_by_hand(case)
+    want = fuse({key: by_axes(x, numbers[key], cubic) for key, x in split(case.host(), case).items()}, case)
+    for name, update in updates.items():
+        np.testing.assert_allclose(update, want[name], rtol=1e-4, atol=1e-5 * np.abs(want[name]).max())
 
 
 FORMS = {
