@@ -3,6 +3,7 @@
 from muon_shard import labels as labels
 from muon_shard.audit import audit as audit
 from muon_shard.emulate import emulate_devices as emulate_devices
+from muon_shard.logical import Blocks as Blocks
 from muon_shard.newton_schulz import orthogonalize as orthogonalize
 from muon_shard.options import PlanOptions as PlanOptions
 from muon_shard.orthogonalizer import CustomOrthogonalizer as CustomOrthogonalizer

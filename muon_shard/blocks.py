@@ -8,6 +8,7 @@ import numpy as np
 
 from muon_shard.layout import Kind
 from muon_shard.packing import Packing
+from muon_shard.parts import cut, join
 from muon_shard.transports import take_pages
 from muon_shard.views import View
 
@@ -23,22 +24,18 @@ class Blocks(View):
         page = self.packing.page
         return jnp.concatenate([to_pages(rows, page).reshape(-1, page) for rows in blocks]), None
 
-    def batch(self, kind: Kind) -> tuple[int, ...]:
-        return kind.canonical
-
-    def assemble(self, received: jax.Array, kind: Kind, count: int) -> jax.Array:
+    def assemble(self, received: jax.Array, kind: Kind, count: int) -> list[jax.Array]:
         ways, order = _grid(kind, self.packing)
         blocks = received.reshape(-1, count, received.shape[1] // count)[:, :, : kind.elements]
         x = blocks.reshape(*ways, count, *kind.block).transpose(order).reshape(count, *kind.shape)
-        return x.mT if kind.shape[0] > kind.shape[1] else x
+        return cut(x, kind)
 
     def orthogonalize(self, x: jax.Array, operands: tuple[jax.Array, ...]) -> jax.Array:
         return self.orthogonalizer(x, *operands)
 
-    def disassemble(self, y: jax.Array, kind: Kind) -> jax.Array:
+    def disassemble(self, ys: list[jax.Array], kind: Kind) -> jax.Array:
         ways, order = _grid(kind, self.packing)
-        y = y.astype(self.out_dtype)
-        y = y.mT if kind.shape[0] > kind.shape[1] else y
+        y = join([y.astype(self.out_dtype) for y in ys], kind)
         placed = (*ways, y.shape[0], *kind.block)
         blocks = y.reshape([placed[i] for i in order]).transpose(np.argsort(order))
         blocks = blocks.reshape(-1, y.shape[0], kind.elements)

@@ -34,6 +34,8 @@ def group(
     """
     asked = mesh_axes, orthogonalizer, topology, options
     apart: set[int] = set()
+    if options.transport == Gram.name:
+        apart = {i for i, leaf in enumerate(leaves) if leaf.layout.cut is not None}  # to be named where it is refused
     if options.transport == "auto":
         skinny = {i for i, leaf in enumerate(leaves) if _is_skinny(leaf.layout)}
         groups = _group(leaves, skinny)
@@ -47,7 +49,7 @@ def group(
 def _is_skinny(layout: Layout) -> bool:
     """Whether half a Gram matrix, in float32, is smaller than a block in bfloat16 that goes and comes back."""
     m, n = layout.kind.canonical
-    return bool(layout.exchange) and n > m * layout.ways(layout.exchange)
+    return bool(layout.exchange) and layout.cut is None and n > m * layout.ways(layout.exchange)
 
 
 def _group(leaves: Sequence[PlannedLeaf], apart: set[int]) -> list[tuple[int, ...]]:
@@ -78,7 +80,7 @@ def _choices(
         works = {leaves[i].layout.kind: 0 for i in members}
         for i in members:
             works[leaves[i].layout.kind] += leaves[i].layout.count
-        costs = {kind: orthogonalizer.work(*kind.canonical, first.dtype).cost for kind in works}
+        costs = {kind: orthogonalizer.work_of(kind.problems, first.dtype).cost for kind in works}
         question = Question(
             tuple((name, sizes[name]) for name in layout.exchange),
             layout.batch_axes,
@@ -94,7 +96,7 @@ def _choices(
         )
         choice = choose(question, topology, rate(first.dtype, topology), options)
         if isinstance(choice, str):
-            offences.append(Offence(first.path, choice, layout.shape, first.dtype))
+            offences.append(Offence(first.path, choice, layout.leaf_shape, first.dtype))
         else:
             found.append(choice)
     raise_for_leaves("PlanOptions", "cannot travel as asked", offences, "Consider transport='auto'.")
@@ -106,6 +108,8 @@ def _as_grams(counts: dict[Kind, int], layout: Layout, dtype: str, orthogonalize
     space = orthogonalizer.in_gram_space(dtype)
     if isinstance(space, str):
         return space
+    if any(kind.parts for kind in counts):
+        return "its blocks have Gram matrices of their own, and shards hold parts of several blocks"
     works = {kind: space.works(*kind.canonical) for kind in counts}
     item, out, scales, turned = gram_space.items(dtype, tuple(counts.items()), layout.mesh_axes)
     return Load(

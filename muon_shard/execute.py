@@ -54,7 +54,7 @@ def _compiled(plan: MeshPlan, mesh: AnyMesh | None) -> Callable[..., tuple[jax.A
     body = functools.partial(_body, plan)
     if mesh is None:
         return jax.jit(body)
-    specs = tuple(partition_spec(leaf.layout.spec) for leaf in plan.leaves)
+    specs = tuple(partition_spec(leaf.layout.leaf_spec) for leaf in plan.leaves)
     run = jax.shard_map(body, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=specs, check_vma=False)
     # On mixed axes a dimension over a tuple of axes would come back without its Auto part.
     return jax.jit(run, out_shardings=tuple(NamedSharding(mesh, spec) for spec in specs))
@@ -63,7 +63,7 @@ def _compiled(plan: MeshPlan, mesh: AnyMesh | None) -> Callable[..., tuple[jax.A
 def _match_type(x: jax.Array, layout: Layout, mesh: AnyMesh) -> jax.Array:
     """Explicit axes want the argument's type to equal in_specs; Auto axes need nothing."""
     explicit = [name for name, kind in axis_types(mesh).items() if kind == AxisType.Explicit]
-    return reshard_typed(x, partition_spec(only_axes(layout.spec, explicit)))
+    return reshard_typed(x, partition_spec(only_axes(layout.leaf_spec, explicit)))
 
 
 def reshard_typed(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -92,7 +92,7 @@ def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -
     """
     layouts = [leaf.layout for leaf in plan.leaves]
     blocks = [
-        x.transpose(layout.order).reshape(layout.count, layout.kind.elements)
+        x.reshape(layout.local_shape).transpose(layout.order).reshape(layout.count, layout.kind.elements)
         for x, layout in zip(shards, layouts, strict=True)
     ]
     updates: list[list[jax.Array]] = [[] for _ in shards]
@@ -114,7 +114,7 @@ def _after(parts: list[tuple[int, jax.Array]]) -> jax.Array:
 def _shard(blocks: jax.Array, layout: Layout) -> jax.Array:
     """A leaf's local shard from the blocks of its matrices."""
     x = blocks.reshape([layout.local_shape[d] for d in layout.order])
-    return x.transpose(np.argsort(layout.order))
+    return x.transpose(np.argsort(layout.order)).reshape(layout.leaf_local_shape)
 
 
 def _wave(
@@ -199,17 +199,19 @@ def _program(
         for kind, pages, count in zip(p.kinds, p.kind_pages, counts, strict=True):
             if count:
                 width = count * pages * p.page
-                x = view.assemble(buffer[:, at : at + width], kind, count)
+                places = []
+                for x in view.assemble(buffer[:, at : at + width], kind, count):
+                    key = (type(view), view.dtype, x.shape[1:])
+                    batch = batches.setdefault(key, [])
+                    places.append((key, first := sum(len(b) for b in batch), first + len(x)))
+                    batch.append(x)
                 at += width
-                key = (type(view), view.dtype, view.batch(kind))
-                batch = batches.setdefault(key, [])
-                runs.append((d, kind, count, key, sum(len(b) for b in batch)))
-                batch.append(x)
+                runs.append((d, kind, places))
     of_type = {(type(view), view.dtype): view for view in views}
     done = {key: of_type[key[:2]].orthogonalize(jnp.concatenate(b), operands) for key, b in batches.items()}
     pieces: list[list[jax.Array]] = [[] for _ in views]
-    for d, kind, count, key, start in runs:
-        pieces[d].append(views[d].disassemble(done[key][start : start + count], kind))
+    for d, kind, places in runs:
+        pieces[d].append(views[d].disassemble([done[key][first:last] for key, first, last in places], kind))
     return [_fill(*of_domain) for of_domain in zip(pieces, views, buffers, strict=True)]
 
 

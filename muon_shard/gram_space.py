@@ -118,23 +118,20 @@ class GramMatrices(View):
         ends = np.cumsum([len(x) for x in xs])[:-1]
         return jnp.split(exponent(most, xs[0].dtype), ends)
 
-    def batch(self, kind: Kind) -> tuple[int, ...]:
-        return kind.canonical[:1]
-
-    def assemble(self, received: jax.Array, kind: Kind, count: int) -> jax.Array:
+    def assemble(self, received: jax.Array, kind: Kind, count: int) -> list[jax.Array]:
         """→ [count, m + 1, m]: the Gram matrix, and a row that tells the scale."""
         rows, m = received.reshape(count, -1), kind.canonical[0]
         r = triangles.unpack(rows[:, : triangles.size(m)], m)
         told = rows[:, triangles.size(m), None, None]
-        return jnp.concatenate([r, jnp.broadcast_to(told, (count, 1, m))], axis=1)
+        return [jnp.concatenate([r, jnp.broadcast_to(told, (count, 1, m))], axis=1)]
 
     def orthogonalize(self, x: jax.Array, operands: tuple[jax.Array, ...]) -> jax.Array:
         """→ Q [count, m, m]."""
         power = jnp.round(x[:, -1:, :1].real).astype(jnp.int32)
         return self.space.factor(x[:, :-1], power, *operands)
 
-    def disassemble(self, y: jax.Array, kind: Kind) -> jax.Array:
-        rows = jnp.pad(triangles.pack(y), ((0, 0), (0, 1)))  # as long as on the way in
+    def disassemble(self, ys: list[jax.Array], kind: Kind) -> jax.Array:
+        rows = jnp.pad(triangles.pack(ys[0]), ((0, 0), (0, 1)))  # as long as on the way in
         return to_pages(rows, self.packing.page).reshape(1, -1)
 
     def unpack(self, pages: jax.Array, table: Any, kept: Any) -> list[jax.Array]:

@@ -7,6 +7,8 @@ Three ways to say it, all through `muon_weight_dimension_numbers`, as in optax:
 * rules on names and shapes, first match wins: `by_path` for most trees, `flax_modules`, `maxtext`, `hugging_face` for
   theirs, and `from_rules` for one's own.
 * a tree of `optax.contrib.MuonDimensionNumbers` (None: Adam), a prefix of one, or a callable that returns one.
+
+Where these have `MuonDimensionNumbers`, `Blocks` says that a leaf holds several matrices.
 """
 
 import dataclasses
@@ -22,9 +24,12 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from muon_shard.errors import Offence, raise_for_leaves
+from muon_shard.logical import Blocks as Blocks
+from muon_shard.logical import Cut
 from muon_shard.trees import flatten_with_paths, is_dimension_numbers, leaf_path, spread
 
-DimensionNumbers = MuonDimensionNumbers | Any | Callable[[Any], Any] | None
+Dims = MuonDimensionNumbers | Blocks
+DimensionNumbers = Dims | Any | Callable[[Any], Any] | None
 Shape = tuple[int, ...]
 GUESSED = "guessed"
 
@@ -42,7 +47,7 @@ class Rule:
     """
 
     pattern: str
-    to: MuonDimensionNumbers | Callable[[Shape], MuonDimensionNumbers | None] | None
+    to: Dims | Callable[[Shape], Dims | None] | None
     why: str = ""
     where: Callable[[Shape], bool] = lambda shape: True
     guess: bool = False
@@ -64,11 +69,11 @@ class Rules:
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         return jax.tree.unflatten(treedef, [self.of(leaf_path(path), leaf.shape)[0] for path, leaf in flat])
 
-    def of(self, path: str, shape: Shape) -> tuple[MuonDimensionNumbers | None, str, bool]:
+    def of(self, path: str, shape: Shape) -> tuple[Dims | None, str, bool]:
         """Dimension numbers of a leaf, the rule that said so, and whether it is a guess."""
         for rule in self.rules:
             if rule.matches(slashed(path), shape):
-                to = rule.to if rule.to is None or isinstance(rule.to, MuonDimensionNumbers) else rule.to(shape)
+                to = rule.to(shape) if callable(rule.to) else rule.to
                 return to, f"{self.name}: {rule.why or repr(rule.pattern)}", rule.guess
         return self.otherwise.of(path, shape) if self.otherwise else (None, f"{self.name}: no rule", False)
 
@@ -78,12 +83,12 @@ def slashed(path: str) -> str:
     return "/".join(re.findall(r"\w[^\[\]'\".]*", unboxed_path(path).removeprefix("params")))
 
 
-def from_rules(rules: Sequence[tuple[str, MuonDimensionNumbers | str | None]], otherwise: Rules | None = None) -> Rules:
+def from_rules(rules: Sequence[tuple[str, Dims | str | None]], otherwise: Rules | None = None) -> Rules:
     """Rules of one's own: `from_rules([("experts/up", Dims(1, 2)), ("gate$", "adam")])`.
 
     Args:
         rules: (pattern, dims) pairs: a regular expression searched in paths like `blocks/0/wq/kernel`, and
-            `optax.contrib.MuonDimensionNumbers`, whose axes may be negative, or 'adam'.
+            `optax.contrib.MuonDimensionNumbers`, whose axes may be negative, `Blocks`, or 'adam'.
         otherwise: what decides about leaves that no pattern matches; None: `by_path`.
 
     Raises:
@@ -91,8 +96,10 @@ def from_rules(rules: Sequence[tuple[str, MuonDimensionNumbers | str | None]], o
     """
     faults = [f"* entry {i}, {entry!r}: {fault}" for i, entry in enumerate(rules) if (fault := _why_no_rule(entry))]
     if faults:
-        raise ValueError("\n".join(["from_rules: expected pairs (pattern, MuonDimensionNumbers or 'adam').", *faults]))
-    own = tuple(Rule(pattern, to if isinstance(to, MuonDimensionNumbers) else None) for pattern, to in rules)
+        raise ValueError(
+            "\n".join(["from_rules: expected pairs (pattern, MuonDimensionNumbers, Blocks or 'adam').", *faults])
+        )
+    own = tuple(Rule(pattern, None if isinstance(to, str) else to) for pattern, to in rules)
     return Rules("from_rules", own, otherwise or by_path)
 
 
@@ -103,8 +110,8 @@ def _why_no_rule(entry: Any) -> str:
         re.compile(entry[0])
     except re.error as error:
         return f"not a regular expression, {error}"
-    known = entry[1] is None or entry[1] == "adam" or isinstance(entry[1], MuonDimensionNumbers)
-    return "" if known else f"{entry[1]!r} is neither MuonDimensionNumbers nor 'adam'"
+    known = entry[1] == "adam" or is_dimension_numbers(entry[1])
+    return "" if known else f"{entry[1]!r} is neither MuonDimensionNumbers nor Blocks nor 'adam'"
 
 
 def _rank(*ranks: int) -> Callable[[Shape], bool]:
@@ -200,7 +207,8 @@ class Route:
     """Where one leaf goes and the rule that sent it there.
 
     `rows` and `cols` are the reduction and output axes (non-negative, in the order they merge); both are empty for
-    'adam'. `doubt` is a sentence when the rule that fired is probably not what the user wants.
+    'adam'. `doubt` is a sentence when the rule that fired is probably not what the user wants. `cut`: its
+    blocks, if it has several.
     """
 
     path: str
@@ -211,6 +219,7 @@ class Route:
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
     doubt: str = ""
+    cut: Cut | None = None
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -245,7 +254,8 @@ def route(tree: Any, dimension_numbers: DimensionNumbers = None, where: str = "m
         rank = len(leaf.shape)
         rows, cols = _axes(rank, entry.reduction_axis), _axes(rank, entry.output_axis)
         doubt = f"{GUESSED}: matrices {_product(leaf, rows)} × {_product(leaf, cols)}" if guess else ""
-        routes.append(_record(path, leaf, "muon", rule, rows=rows, cols=cols, doubt=doubt))
+        cut = entry.cut(leaf.shape) if isinstance(entry, Blocks) else None
+        routes.append(_record(path, leaf, "muon", rule, rows=rows, cols=cols, doubt=doubt, cut=cut))
     raise_for_leaves(
         where,
         "cannot be viewed as matrices",
@@ -340,8 +350,10 @@ def _as_tuple(axes: int | Sequence[int]) -> tuple[int, ...]:
         return tuple(operator.index(a) for a in axes)  # type: ignore[union-attr]
 
 
-def _why_not_a_matrix(leaf: Any, numbers: MuonDimensionNumbers) -> str:
+def _why_not_a_matrix(leaf: Any, numbers: Any) -> str:
     rank = len(leaf.shape)
+    if not is_dimension_numbers(numbers):
+        return f"{numbers!r} is neither MuonDimensionNumbers nor Blocks nor None"
     if rank < 2:
         return f"rank {rank}, a matrix needs rank 2 or more"
     given = [_as_tuple(axes) for axes in (numbers.reduction_axis, numbers.output_axis)]
@@ -353,7 +365,7 @@ def _why_not_a_matrix(leaf: Any, numbers: MuonDimensionNumbers) -> str:
     used = _axes(rank, given[0]) + _axes(rank, given[1])
     if len(set(used)) < len(used):
         return f"reduction axes {given[0]} and output axes {given[1]} overlap"
-    return ""
+    return numbers.why_not(leaf.shape, used) if isinstance(numbers, Blocks) else ""
 
 
 def _short(dtype: Any) -> str:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from muon_shard.logical import Cut, Parts
+
 MeshAxes = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh, in mesh order."""
 
@@ -15,13 +17,14 @@ class Kind:
     """How blocks of one matrix lie on the devices; matrices of one kind are reassembled by the same program text.
 
     `block` is the local shape of the row dimensions then the column dimensions, `axes` the mesh axes that shard each of
-    them (major to minor), `ways` their sizes, `row_dims` how many of them are rows.
+    them (major to minor), `ways` their sizes, `row_dims` how many of them are rows. `parts`: the owner cuts the matrix.
     """
 
     block: tuple[int, ...]
     axes: tuple[tuple[str, ...], ...]
     ways: tuple[int, ...]
     row_dims: int
+    parts: Parts | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,13 +43,23 @@ class Kind:
         """Elements of one local block."""
         return math.prod(self.block)
 
+    @functools.cached_property
+    def problems(self) -> tuple[tuple[tuple[int, int], int], ...]:
+        """((m, n), how many) that are orthogonalized for one matrix, m ≤ n: itself, or its parts."""
+        if self.parts is None:
+            return ((self.canonical, 1),)
+        other = self.shape[1 - self.parts.side]
+        return tuple(((min(other, e), max(other, e)), count) for e, count in self.parts.extents)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """One leaf on one mesh.
 
-    `spec` names the mesh axes of each dimension (axes of size 1 are left out), `rows` and `cols` are the leaf's
-    dimensions that make up the matrix, in merging order; all others are batch dimensions.
+    `shape` and `spec` are the leaf's; `spec` names the mesh axes of each dimension (axes of size 1 are left out),
+    `rows` and `cols` are the dimensions that make up the matrix, in merging order; all others are batch dimensions.
+    `cut`: the matrix holds several. Where these can be had as matrices of their own, they are a batch dimension:
+    `shape` and `spec` then have several dimensions, `joined`, for one axis of the leaf.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +67,8 @@ class Layout:
     rows: tuple[int, ...]
     cols: tuple[int, ...]
     mesh_axes: MeshAxes
+    cut: Cut | None = None
+    joined: tuple[int, ...] = ()
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -78,6 +93,29 @@ class Layout:
         return math.prod(self.shape[d] for d in self.batch)
 
     @property
+    def problems(self) -> int:
+        """What is orthogonalized of the whole leaf."""
+        return self.matrices * (1 if self.cut is None else len(self.cut.sizes))
+
+    @property
+    def leaf_shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[d] for d in dims) for dims in self._leaf_axes)
+
+    @property
+    def leaf_local_shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.local_shape[d] for d in dims) for dims in self._leaf_axes)
+
+    @property
+    def leaf_spec(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(a for d in dims for a in self.spec[d]) for dims in self._leaf_axes)
+
+    @property
+    def _leaf_axes(self) -> list[tuple[int, ...]]:
+        """The dimensions that make up each axis of the leaf."""
+        rest = [(d,) for d in range(len(self.shape)) if d not in self.joined]
+        return sorted([*rest, self.joined] if self.joined else rest)
+
+    @property
     def order(self) -> tuple[int, ...]:
         """Dimensions as batch, rows, cols: the transpose that makes the leaf `[batch, rows, cols]`."""
         return self.batch + self.rows + self.cols
@@ -90,7 +128,19 @@ class Layout:
             tuple(self.spec[d] for d in dims),
             tuple(self.ways(self.spec[d]) for d in dims),
             len(self.rows),
+            self._parts,
         )
+
+    @property
+    def _parts(self) -> Parts | None:
+        if self.cut is None:
+            return None
+        side = 0 if self.cut.axis in self.rows else 1
+        dims = (self.rows, self.cols)[side]
+        at = dims.index(self.cut.axis)
+        outer, inner = (math.prod(self.shape[d] for d in part) for part in (dims[:at], dims[at + 1 :]))
+        outer *= self.cut.periods(self.shape[self.cut.axis])
+        return Parts(side, outer, tuple(size * inner for size in self.cut.sizes))
 
     @functools.cached_property
     def exchange(self) -> tuple[str, ...]:
@@ -109,14 +159,21 @@ class Layout:
         return tuple(name for name, size in self.mesh_axes if size > 1 and name not in used)
 
     def __str__(self) -> str:
-        """`G[L, M_fsdp, N_tensor] over {replica}`; L: a batch dimension, E: a sharded one, M: rows, N: cols."""
+        """`G[L, M_fsdp, N_tensor] over {replica}`; L: a batch dimension, E: a sharded one, M: rows, N: cols.
+
+        Blocks are shown behind the axis they divide, `N_tensor:768|2×256`, or as batch dimensions of it, `(L N)`.
+        """
         names = [""] * len(self.shape)
         for letter, dims in (("M", self.rows), ("N", self.cols)):
             for i, d in enumerate(dims):
                 names[d] = letter + (str(i) if len(dims) > 1 else "")
         for d in self.batch:
             names[d] = "E" if self.spec[d] else "L"
-        shown = ", ".join(n + (f"_{'+'.join(axes)}" if axes else "") for n, axes in zip(names, self.spec, strict=True))
+        names = [n + (f"_{'+'.join(axes)}" if axes else "") for n, axes in zip(names, self.spec, strict=True)]
+        if self.cut is not None:
+            names[self.cut.axis] += ":" + self.cut.shown(self.shape[self.cut.axis])
+        axes = [" ".join(names[d] for d in dims) for dims in self._leaf_axes]
+        shown = ", ".join(f"({a})" if len(dims) > 1 else a for a, dims in zip(axes, self._leaf_axes, strict=True))
         return f"G[{shown}]" + (f" over {{{', '.join(self.free)}}}" if self.free else "")
 
     def ways(self, axes: Sequence[str]) -> int:
@@ -158,8 +215,32 @@ def make_layout(
     rows: Sequence[int],
     cols: Sequence[int],
     mesh_axes: MeshAxes,
+    cut: Cut | None = None,
 ) -> Layout:
-    """The layout of a legal leaf (see `why_illegal`); axes of size 1 are no-ops and vanish."""
+    """The layout of a legal leaf (see `why_illegal`); axes of size 1 are no-ops and vanish.
+
+    Blocks of equal size are a batch dimension, where no shard holds a part of one that its neighbour has the rest of.
+    """
     sizes = dict(mesh_axes)
     entries = tuple(tuple(a for a in axes if sizes[a] > 1) for axes in spec_entries(spec, len(shape)))
-    return Layout(tuple(shape), entries, tuple(rows), tuple(cols), mesh_axes)
+    layout = Layout(tuple(shape), entries, tuple(rows), tuple(cols), mesh_axes, cut)
+    return layout if cut is None else _apart(layout, cut)
+
+
+def _apart(layout: Layout, cut: Cut) -> Layout:
+    """The layout with the blocks as a batch dimension: the axis becomes [periods, blocks, size]."""
+    axis, periods = cut.axis, cut.periods(layout.shape[cut.axis])
+    sharded = periods if periods > 1 else len(cut.sizes)
+    if len(set(cut.sizes)) > 1 or sharded % layout.ways(layout.spec[axis]):
+        return layout
+    sizes = [periods, len(cut.sizes), cut.sizes[0]]
+    of_matrix = [d for d in (0, 2) if sizes[d] > 1] or [2]
+    dims = sorted([*of_matrix, 1])  # of [periods, blocks, size] those that there are
+    joined = tuple(range(axis, axis + len(dims)))
+    where = {axis: [axis + dims.index(d) for d in of_matrix]}
+    where |= {d: [d if d < axis else d + len(dims) - 1] for d in range(len(layout.shape)) if d != axis}
+    rows, cols = (tuple(new for d in part for new in where[d]) for part in (layout.rows, layout.cols))
+    shape = (*layout.shape[:axis], *(sizes[d] for d in dims), *layout.shape[axis + 1 :])
+    spec = [layout.spec[axis], *[()] * (len(dims) - 1)]
+    spec = (*layout.spec[:axis], *spec, *layout.spec[axis + 1 :])
+    return Layout(shape, spec, rows, cols, layout.mesh_axes, joined=joined)

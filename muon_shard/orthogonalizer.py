@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,13 @@ class Orthogonalizer(abc.ABC):
     @abc.abstractmethod
     def work(self, m: int, n: int, dtype: jax.typing.DTypeLike) -> Work:
         """What one m×n matrix costs, m ≤ n."""
+
+    def work_of(self, problems: Sequence[tuple[tuple[int, int], int]], dtype: jax.typing.DTypeLike) -> Work:
+        """What several matrices cost together: ((m, n), how many) of each shape."""
+        works = [(self.work(m, n, dtype), count) for (m, n), count in problems]
+        forms = dict.fromkeys(work.form for work, _ in works)
+        flops, cost = (sum(count * getattr(work, field) for work, count in works) for field in ("flops", "cost"))
+        return Work(", ".join(forms), flops, cost)
 
     def in_gram_space(self, dtype: jax.typing.DTypeLike) -> "GramSpace | str":
         """The same from Gram matrices alone, for matrices of `dtype`; why not, where it cannot be."""

@@ -148,7 +148,7 @@ class MeshPlan:
         if isinstance(domain.carrier, Gram):
             space = gram_space.space(self.orthogonalizer, domain.dtype)
             return tuple(space.works(*kind.canonical)[0] for kind in domain.packing.kinds)
-        return tuple(self.orthogonalizer.work(*kind.canonical, domain.dtype) for kind in domain.packing.kinds)
+        return tuple(self.orthogonalizer.work_of(kind.problems, domain.dtype) for kind in domain.packing.kinds)
 
     def everywhere(self, domain: Domain, field: str) -> int:
         """FLOPs ('flops') or work ('cost') that every device has, whoever owns what."""
@@ -209,8 +209,8 @@ class MeshPlan:
             working += sent * (item + out)
             coming += (2 * sent + gathered) * out  # unpacking ends in the updates, which are no temporaries
             for kind, most in zip(p.kinds, np.array(p.slots).max(0), strict=True):
-                m, n = kind.canonical
-                stack = max(stack, int(most) * (2 * m * n + 3 * m * m) * item)
+                for (m, n), each in kind.problems:
+                    stack = max(stack, int(most) * each * (2 * m * n + 3 * m * m) * item)
         return max(going, working + stack, coming)
 
 

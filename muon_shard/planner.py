@@ -92,7 +92,7 @@ def plan_meshes(
         leaves = tuple(
             PlannedLeaf(
                 routes[i].path,
-                make_layout(routes[i].shape, placements[i].spec, routes[i].rows, routes[i].cols, axes),
+                make_layout(routes[i].shape, placements[i].spec, routes[i].rows, routes[i].cols, axes, routes[i].cut),
                 dtypes[i],
                 out_dtypes[i],
                 placements[i].source,
@@ -209,14 +209,15 @@ def _jobs(
         replica = device_index(mesh_axes, choices[d].shared)
         travels = not TRANSPORTS[choices[d].transport].repeats and bool(first.exchange or choices[d].shared)
         workers.append(assign.Workers(rows, replica, travels))
-        classes: dict[tuple[int, int], dict[Kind, int]] = {}
+        classes: dict[Any, dict[Kind, int]] = {}
         for i in members:
             layout = leaves[i].layout
-            of_class = classes.setdefault(layout.kind.canonical, {})
+            of_class = classes.setdefault(layout.kind.problems, {})
             of_class[layout.kind] = of_class.get(layout.kind, 0) + layout.count
-        for (m, n), of_class in sorted(classes.items(), reverse=True):
+        for problems, of_class in sorted(classes.items(), reverse=True):
             ordered = sorted(of_class.items(), key=lambda item: item[0].shape)
-            cost, travelling = orthogonalizer.work(m, n, leaves[members[0]].dtype).cost, m * n * size
+            m, n = ordered[0][0].canonical
+            cost, travelling = orthogonalizer.work_of(problems, leaves[members[0]].dtype).cost, m * n * size
             if choices[d].transport == Gram.name:
                 cost = gram_space.space(orthogonalizer, leaves[members[0]].dtype).works(m, n)[0].cost
                 travelling = gram_space.size(ordered[0][0]) * 4

@@ -200,12 +200,15 @@ def measure(part: MeshPlan) -> Loads:
         costs = [each.cost for each in part.works(domain)]
         weighted = weighted or any(each.cost != each.flops for each in part.works(domain))
         for kind, cost, own, slot in zip(domain.packing.kinds, costs, counts.T, slots.T, strict=True):
-            count[kind.canonical] += own
-            work[kind.canonical] += cost * own
+            for shape, times in kind.problems:
+                of_shape = part.orthogonalizer.work(*shape, domain.dtype).cost if kind.parts else cost
+                count[shape] += times * own
+                work[shape] += times * of_shape * own
             filler += cost * (slot - own)
         unshared += sum(costs[kind] * n for kind, n in domain.packing.leaves)
     for leaf in part.leaves:
-        matrices[leaf.layout.kind.canonical] += leaf.layout.matrices
+        for shape, times in leaf.layout.kind.problems:
+            matrices[shape] += times * leaf.layout.matrices
     shapes = tuple(sorted(work, key=lambda shape: (-int(work[shape].sum()), shape)))
     counts, works = (np.stack([table[shape] for shape in shapes], axis=1) for table in (count, work))
     return Loads(shapes, tuple(matrices[shape] for shape in shapes), counts, works, filler, unshared, weighted)
@@ -276,7 +279,7 @@ def _received(part: MeshPlan) -> dict[str, dict[str, int]]:
 
 def _title(part: MeshPlan) -> str:
     mesh = " × ".join(f"{name} {size}" for name, size in part.mesh_axes) or "one device"
-    matrices, busiest = sum(leaf.layout.matrices for leaf in part.leaves), int(part.load.max())
+    matrices, busiest = sum(leaf.layout.problems for leaf in part.leaves), int(part.load.max())
     noun = "matrix" if matrices == 1 else "matrices"
     return (
         f"Muon plan: {matrices:,} {noun} on {part.devices:,} device{'s' * (part.devices > 1)} ({mesh})\n"

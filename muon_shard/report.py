@@ -75,18 +75,18 @@ def _group(part: MeshPlan, choice: Choice, members: list[int]) -> Group:
                 received += sum(c.received for c in domain.collectives) * share
                 work = part.works(domain)[kind]
     assert work is not None
-    matrices = len(members) * leaf.layout.matrices
+    items, problems = (len(members) * n for n in (leaf.layout.matrices, leaf.layout.problems))
     return Group(
         tuple(part.leaves[i].path for i in members),
         str(leaf.layout),
-        leaf.layout.shape,
-        matrices,
+        leaf.layout.leaf_shape,
+        problems,
         choice.transport,
         int((owned > 0).sum()),
         int(owned[owned > 0].min(initial=owned.max())),
         int(owned.max()),
         work.form,
-        matrices * work.flops,
+        items * work.flops,
         round(received),
         choice.why,
         leaf.source,
@@ -145,7 +145,7 @@ def to_text(plan: Plan) -> str:
 def _summary(part: MeshPlan) -> Iterable[str]:
     most = int(part.load.max())
     mesh = " × ".join(f"{name} {size}" for name, size in part.mesh_axes) or "one device"
-    matrices = sum(leaf.layout.matrices for leaf in part.leaves)
+    matrices = sum(leaf.layout.problems for leaf in part.leaves)
     what = f"{matrices:,} {'matrix' if matrices == 1 else 'matrices'} in {_plural(len(part.leaves), 'leaf', 'leaves')}"
     yield f"Muon plan: {what} on {_plural(part.devices, 'device')} ({mesh})"
     yield (

@@ -1,6 +1,6 @@
 """The exact record of a plan as plain values, and back.
 
-    record = to_record(plan)   # {'version': 2, 'layouts': […], 'parts': […], 'routes': […]}
+    record = to_record(plan)   # {'version': 3, 'layouts': […], 'parts': […], 'routes': […]}
     from_record(record) == plan
 
 Records are dicts by field, tuples are lists. Values are written as they are and read by the type hints of their

@@ -167,7 +167,10 @@ class _Costs:
         flops, memory = rate(domain.dtype, self.machine), self.machine.hbm_bandwidth * self.machine.achieved
         sums = 1 if self.host else 0
         each = [
-            max(work.cost / flops, _ns_bytes(part.orthogonalizer, domain, *kind.canonical, sums) / memory)
+            max(
+                work.cost / flops,
+                sum(n * _ns_bytes(part.orthogonalizer, domain, *shape, sums) for shape, n in kind.problems) / memory,
+            )
             for kind, work in zip(domain.packing.kinds, part.works(domain), strict=True)
         ]
         slots = np.array(domain.packing.slots, np.int64).reshape(part.devices, -1)
@@ -218,12 +221,13 @@ def _runs(domain: Domain, together: str) -> np.ndarray:
     slots = np.array(packing.slots, np.int64)
     slots = slots.reshape(len(slots), -1)
     if together == "matrix":
-        return slots.sum(1)
+        return slots @ np.array([sum(n for _, n in kind.problems) for kind in packing.kinds])
     if together == "leaf":
         return sum((packing.owned(i) > 0).astype(np.int64) for i in range(len(packing.leaves)))  # type: ignore
-    shapes = {kind.canonical: [] for kind in packing.kinds}
+    shapes: dict[tuple[int, int], list[int]] = {}
     for k, kind in enumerate(packing.kinds):
-        shapes[kind.canonical].append(k)
+        for shape, _ in kind.problems:
+            shapes.setdefault(shape, []).append(k)
     return sum(slots[:, k].any(1).astype(np.int64) for k in shapes.values())  # type: ignore
 
 

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonState
@@ -75,7 +77,7 @@ def scale_by_muon(
         adaptive: whether to scale by the dual norm (arXiv 2409.20325).
         preconditioning: 'frobenius', 'spectral', 'aol' (arXiv 2512.04632) or 'schatten' (arXiv 2506.10935).
         weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers`, a tree or prefix of them, or a callable of the
-            tree; None: every leaf is a matrix of rank 2.
+            tree; `muon_shard.Blocks` for leaves that hold several matrices; None: every leaf is a matrix of rank 2.
         param_shardings: a pytree, prefix or callable of params of `NamedSharding`, `PartitionSpec`, arrays or
             `ShapeDtypeStruct`s. Needed only where shardings cannot be seen: on Auto mesh axes with `init` under jit or
             under `optax.inject_hyperparams`, and inside a `shard_map` of one's own (over all axes, with
@@ -183,7 +185,8 @@ def muon(
             `optax.adamw`.
         adam_learning_rate: None: `learning_rate`.
         muon_weight_dimension_numbers: a tree (or prefix) of `optax.contrib.MuonDimensionNumbers`, None for Adam; or a
-            callable of params; None: the rank-2 rule.
+            callable of params; `muon_shard.Blocks` for leaves that hold several matrices (fused QKV, gate and up), each
+            of which is orthogonalized and scaled as if it were a leaf; None: the rank-2 rule.
         consistent_rms: scale updates by √max(fan_in, fan_out) · consistent_rms (arXiv 2502.16982); None: by
             √max(1, fan_out / fan_in).
 
@@ -344,15 +347,42 @@ def _scale_by_shape(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        routes = route(whole(updates, param_shardings, "muon"), dimension_numbers)
-        factors = [_factor(r, consistent_rms) for r in routes]
+        seen = whole(updates, param_shardings, "muon")
+        factors = [_factor(r, consistent_rms) for r in route(seen, dimension_numbers)]
+        if seen is not updates:
+            placements = place_leaves(seen, param_shardings, Memory(), "muon")
+            factors = [_of_shard(f, placement.spec) for f, placement in zip(factors, placements, strict=True)]
         return treedef.unflatten([x * jnp.asarray(f, x.dtype) for x, f in zip(leaves, factors, strict=True)]), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def _factor(r: Route, consistent_rms: jax.typing.ArrayLike | None) -> Any:
+    """A number; where blocks have different ones, an array of the leaf's rank, as long as the axis they divide."""
     fan_in, fan_out = (math.prod(r.shape[d] for d in dims) for dims in (r.rows, r.cols))
+    if r.cut is None or not fan_in * fan_out:
+        return _scale(fan_in, fan_out, consistent_rms)
+    axis, total = r.cut.axis, sum(r.cut.sizes)
+    if axis in r.rows:
+        scales = [_scale(fan_in * size // total, fan_out, consistent_rms) for size in r.cut.sizes]
+    else:
+        scales = [_scale(fan_in, fan_out * size // total, consistent_rms) for size in r.cut.sizes]
+    if len(set(r.cut.sizes)) == 1:
+        return scales[0]
+    places = np.tile(np.repeat(np.arange(len(scales)), r.cut.sizes), r.cut.periods(r.shape[axis]))
+    return jnp.asarray(scales)[places].reshape([-1 if d == axis else 1 for d in range(len(r.shape))])
+
+
+def _scale(fan_in: int, fan_out: int, consistent_rms: jax.typing.ArrayLike | None) -> Any:
     if consistent_rms is None:
         return math.sqrt(max(1, fan_out / fan_in)) if fan_in else 1.0
     return math.sqrt(max(fan_in, fan_out)) * consistent_rms
+
+
+def _of_shard(factor: Any, spec: tuple[tuple[str, ...], ...]) -> Any:
+    """The part of an array of factors that belongs to this device's shard, inside a user's `shard_map`."""
+    for axis, axes in enumerate(spec):
+        if axes and jnp.ndim(factor) and factor.shape[axis] > 1:
+            size = factor.shape[axis] // lax.axis_size(axes)
+            factor = lax.dynamic_slice_in_dim(factor, lax.axis_index(axes) * size, size, axis)
+    return factor

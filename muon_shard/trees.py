@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from optax.contrib import MuonDimensionNumbers
 
+from muon_shard.logical import Blocks
+
 
 def leaf_path(path: Any) -> str:
     """`params['blocks'][0]['wq']` for a key path of `jax.tree_util`."""
@@ -43,4 +45,4 @@ def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, of
 
 def is_dimension_numbers(x: Any) -> bool:
     """Where a tree of dimension numbers ends; None is an entry of its own."""
-    return x is None or isinstance(x, MuonDimensionNumbers)
+    return x is None or isinstance(x, MuonDimensionNumbers | Blocks)

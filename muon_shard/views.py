@@ -43,20 +43,19 @@ class View(abc.ABC):
         return [self.packing.kinds[kind] for kind, _ in self.packing.leaves]
 
     @abc.abstractmethod
-    def batch(self, kind: Kind) -> tuple[int, ...]:
-        """Matrices that agree in this, and in dtype, are orthogonalized in one batch."""
+    def assemble(self, received: jax.Array, kind: Kind, count: int) -> list[jax.Array]:
+        """What an owner received of `count` matrices of a kind, [peers, count · padded size] → arrays of problems.
 
-    @abc.abstractmethod
-    def assemble(self, received: jax.Array, kind: Kind, count: int) -> jax.Array:
-        """What an owner received of `count` matrices of a kind, [peers, count · padded size] → [count, …]."""
+        Problems, [how many, …], that agree in shape and dtype are orthogonalized in one batch.
+        """
 
     @abc.abstractmethod
     def orthogonalize(self, x: jax.Array, operands: tuple[jax.Array, ...]) -> jax.Array:
         """A batch of what `assemble` gave → a batch of results."""
 
     @abc.abstractmethod
-    def disassemble(self, y: jax.Array, kind: Kind) -> jax.Array:
-        """Results of one kind as owners send them, [peers, count · padded size]."""
+    def disassemble(self, ys: list[jax.Array], kind: Kind) -> jax.Array:
+        """Results of one kind, array by array, as owners send them, [peers, count · padded size]."""
 
     @abc.abstractmethod
     def unpack(self, pages: jax.Array, table: Any, kept: Any) -> list[jax.Array]:

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from muon_shard import Blocks
+
 WEIGHT = Dims()
 AXIS_TYPES = {
     "auto": lambda rank: (AxisType.Auto,) * rank,
@@ -22,7 +24,7 @@ AXIS_TYPES = {
 class Leaf:
     shape: tuple[int, ...]
     spec: P = P()
-    dims: Dims | None = WEIGHT
+    dims: Dims | Blocks | None = WEIGHT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Case:
         return jax.make_mesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=types, devices=devices)
 
     @property
-    def dims(self) -> dict[str, Dims | None]:
+    def dims(self) -> dict[str, Dims | Blocks | None]:
         return {name: leaf.dims for name, leaf in self.leaves.items()}
 
     def host(self, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:

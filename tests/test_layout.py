@@ -3,6 +3,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from muon_shard.layout import make_layout, why_illegal
+from muon_shard.logical import Cut, Parts
 
 MESH = (("replica", 2), ("fsdp", 4), ("tensor", 2), ("one", 1))
 
@@ -19,6 +20,30 @@ MESH = (("replica", 2), ("fsdp", 4), ("tensor", 2), ("one", 1))
 )
 def test_printed_form(shape, spec, rows, cols, text):
     assert str(make_layout(shape, spec, rows, cols, MESH)) == text
+
+
+@pytest.mark.parametrize(
+    ("cut", "spec", "text"),
+    [
+        (Cut(1, (6, 2)), P("fsdp", "tensor"), "G[M_fsdp, N_tensor:6|2] over {replica}"),
+        (Cut(0, (2, 1, 1)), P("fsdp"), "G[M_fsdp:2×(2|2×1), N] over {replica, tensor}"),
+        (Cut(1, (4, 4)), P("fsdp", "tensor"), "G[M_fsdp, (E_tensor N)] over {replica}"),
+        (Cut(1, (4, 4)), P(None, "fsdp"), "G[M, N_fsdp:2×4] over {replica, tensor}"),
+        (Cut(1, (1, 1)), P("tensor", "fsdp"), "G[M_tensor, (N_fsdp L)] over {replica}"),
+        (Cut(1, (2, 2)), P("tensor", ("replica", "fsdp")), "G[M_tensor, N_replica+fsdp:2×(2×2)]"),
+        (Cut(1, (2, 2)), P("fsdp", "tensor"), "G[M_fsdp, (N0_tensor L N1)] over {replica}"),
+    ],
+)
+def test_blocks_are_printed(cut, spec, text):
+    layout = make_layout((8, 8), spec, (0,), (1,), MESH, cut)
+    assert str(layout) == text
+    assert layout.leaf_shape == (8, 8) and layout.problems == len(cut.sizes)
+    assert layout.leaf_spec == make_layout((8, 8), spec, (0,), (1,), MESH).spec
+
+
+def test_blocks_of_merged_dimensions():
+    kind = make_layout((6, 4, 5, 2), P(), (0,), (1, 2, 3), (), Cut(2, (3, 1, 1))).kind
+    assert kind.parts == Parts(1, 4, (6, 2, 2)) and kind.problems == (((6, 24), 1), ((6, 8), 2))
 
 
 def test_axes_have_roles():
