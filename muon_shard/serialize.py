@@ -1,6 +1,6 @@
 """The exact record of a plan as plain values, and back.
 
-    record = to_record(plan)   # {'version': 2, 'layouts': […], 'parts': […], 'routes': […]}
+    record = to_record(plan)   # {'version': 3, 'layouts': […], 'parts': […], 'routes': […]}
     from_record(record) == plan
 
 Records are dicts by field, tuples are lists. Values are written as they are and read by the type hints of their
@@ -28,7 +28,7 @@ from muon_shard.orthogonalizer import Adaptive, Orthogonalizer
 from muon_shard.plan import MeshPlan, Plan
 from muon_shard.transports import TRANSPORTS
 
-VERSION = 2
+VERSION = 3
 LONG = 16
 """Rows from which a table is written as runs."""
 
@@ -242,8 +242,8 @@ def _check(part: MeshPlan, where: str) -> None:
             (domain.choice.transport in TRANSPORTS, f"unknown transport {domain.choice.transport!r}"),
             (all(0 <= leaf < len(part.leaves) for leaf in domain.leaves), "it names leaves that do not exist"),
             (
-                len(packing.leaves) == len(domain.leaves) == len(domain.first),
-                "'leaves' and 'first' of the domain and 'leaves' of its packing differ in number",
+                len(packing.leaves) == len(domain.leaves) == len(domain.first) == len(domain.gathered),
+                "'leaves', 'first' and 'gathered' of the domain and 'leaves' of its packing differ in number",
             ),
             (all(tables), f"'counts' and 'slots' must have {part.devices} rows of {kinds} numbers"),
             (all(0 <= kind < kinds for kind, _ in packing.leaves), "its packing names kinds that do not exist"),
