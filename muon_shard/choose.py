@@ -56,6 +56,7 @@ class Question:
         free: mesh axes that replicate.
         blocks: what matrices are as blocks.
         grams: what they are as Gram matrices; why they cannot be.
+        gathered: as in `Traffic`.
     """
 
     exchange: MeshAxes
@@ -63,6 +64,7 @@ class Question:
     free: MeshAxes
     blocks: Load
     grams: Load | str
+    gathered: tuple[tuple[MeshAxes, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,9 +184,18 @@ def estimate(
     returned = -(-load.pool // replicas)
     row = load.pool if transport.repeats else -(-returned // peers)
     traffic = Traffic(
-        question.exchange, shared, load.pool, row, returned, load.item, load.out, load.scales, load.turned
+        question.exchange,
+        shared,
+        load.pool,
+        row,
+        returned,
+        load.item,
+        load.out,
+        load.scales,
+        load.turned,
+        question.gathered,
     )
-    sizes = dict(question.exchange) | dict(question.free)
+    sizes = dict(question.exchange) | dict(question.free) | {a: n for axes, _ in question.gathered for a, n in axes}
     total = work / rate
     for c in (*transport.collectives(traffic), *traffic.share()):
         total += c.count * collective_seconds(c.kind, c.axes, sizes, c.bytes // c.count, topology)

@@ -48,6 +48,8 @@ class Traffic:
         out: bytes of an element on the way back.
         scales: bytes of the numbers that all devices agree on first.
         turned: mesh axes that cut the short side of matrices which travel as Gram matrices, and the bytes of these.
+        gathered: mesh axes that cut the momentum and not the parameters, and the bytes of updates that each device
+            gives to the others along them.
     """
 
     exchange: tuple[tuple[str, int], ...]
@@ -59,6 +61,7 @@ class Traffic:
     out: int
     scales: int = 0
     turned: tuple[tuple[tuple[tuple[str, int], ...], int], ...] = ()
+    gathered: tuple[tuple[tuple[tuple[str, int], ...], int], ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -69,12 +72,14 @@ class Traffic:
         return math.prod(size for _, size in self.exchange)
 
     def share(self) -> tuple[Collective, ...]:
-        """The gather of all replicas' results."""
-        if not self.shared:
-            return ()
-        ways = math.prod(size for _, size in self.shared)
-        axes = tuple(name for name, _ in self.shared)
-        return (Collective("all-gather", axes, ways, ways * self.returned * self.out, "updates to replicas"),)
+        """The gathers of all replicas' results, and of updates that replicas hold in parts."""
+        given = [(self.shared, self.returned * self.out, "updates to replicas")] if self.shared else []
+        given += [(axes, size, "updates to parameters") for axes, size in self.gathered]
+        found = []
+        for axes, size, purpose in given:
+            ways = math.prod(size for _, size in axes)
+            found.append(Collective("all-gather", tuple(name for name, _ in axes), ways, ways * size, purpose))
+        return tuple(found)
 
 
 def choose_page(blocks: dict[int, int], waste: float = 0.01, most: int = 4096) -> int:

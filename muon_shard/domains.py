@@ -93,6 +93,7 @@ def _choices(
                 max(costs.values()),
             ),
             _as_grams(works, layout, first.dtype, orthogonalizer),
+            _gathered([leaves[i] for i in members], mesh_axes),
         )
         choice = choose(question, topology, rate(first.dtype, topology), options)
         if isinstance(choice, str):
@@ -101,6 +102,17 @@ def _choices(
             found.append(choice)
     raise_for_leaves("PlanOptions", "cannot travel as asked", offences, "Consider transport='auto'.")
     return found
+
+
+def _gathered(members: Sequence[PlannedLeaf], mesh_axes: MeshAxes) -> tuple[tuple[MeshAxes, int], ...]:
+    """What `Traffic.gathered` will be."""
+    found: dict[MeshAxes, int] = {}
+    for leaf in members:
+        if leaf.gathered:
+            axes = tuple(axis for axis in mesh_axes if axis[0] in leaf.gathered)
+            size = leaf.layout.count * leaf.layout.kind.elements * itemsize(leaf.out_dtype)
+            found[axes] = found.get(axes, 0) + size
+    return tuple(found.items())
 
 
 def _as_grams(counts: dict[Kind, int], layout: Layout, dtype: str, orthogonalizer: Orthogonalizer) -> Load | str:

@@ -18,7 +18,7 @@ from muon_shard.blocks import Blocks
 from muon_shard.gram_space import GramMatrices
 from muon_shard.layout import Layout, MeshAxes, spec_entries
 from muon_shard.packing import Packing
-from muon_shard.plan import Domain, MeshPlan, Wave
+from muon_shard.plan import Domain, MeshPlan, PlannedLeaf, Wave
 from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec
 from muon_shard.transports import Gram, take_pages
 from muon_shard.views import View
@@ -39,7 +39,7 @@ def execute(
         operands: arrays handed to the orthogonalizer on every device (coefficients, eps).
 
     Returns:
-        One array per leaf: same shape and sharding, `out_dtype` of the leaf.
+        One array per leaf: same shape, the sharding of the leaf's `update`, its `out_dtype`.
     """
     operands = tuple(jnp.asarray(x) for x in operands)
     if mesh is not None:
@@ -55,9 +55,10 @@ def _compiled(plan: MeshPlan, mesh: AnyMesh | None) -> Callable[..., tuple[jax.A
     if mesh is None:
         return jax.jit(body)
     specs = tuple(partition_spec(leaf.layout.leaf_spec) for leaf in plan.leaves)
-    run = jax.shard_map(body, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=specs, check_vma=False)
+    outs = tuple(partition_spec(leaf.update.leaf_spec) for leaf in plan.leaves)
+    run = jax.shard_map(body, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=outs, check_vma=False)
     # On mixed axes a dimension over a tuple of axes would come back without its Auto part.
-    return jax.jit(run, out_shardings=tuple(NamedSharding(mesh, spec) for spec in specs))
+    return jax.jit(run, out_shardings=tuple(NamedSharding(mesh, spec) for spec in outs))
 
 
 def _match_type(x: jax.Array, layout: Layout, mesh: AnyMesh) -> jax.Array:
@@ -102,25 +103,34 @@ def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -
         starts.append(_after(parts))  # seen by the loop, which takes them in turn
         for leaf, part in parts:
             updates[leaf].append(part)
-    return tuple(_shard(jnp.concatenate(parts), layout) for parts, layout in zip(updates, layouts, strict=True))
+    return tuple(_shard(jnp.concatenate(parts, axis=1), leaf) for parts, leaf in zip(updates, plan.leaves, strict=True))
 
 
 def _after(parts: list[tuple[int, jax.Array]]) -> jax.Array:
     """Zero, but only when all parts are there: XLA on CPU takes no notice of `optimization_barrier`."""
-    seen = [jnp.isnan(part[0, 0]).astype(jnp.int32) for _, part in parts]
+    seen = [jnp.isnan(part[0, 0, 0]).astype(jnp.int32) for _, part in parts]
     return jnp.minimum(sum(seen), 0)
 
 
-def _shard(blocks: jax.Array, layout: Layout) -> jax.Array:
-    """A leaf's local shard from the blocks of its matrices."""
-    x = blocks.reshape([layout.local_shape[d] for d in layout.order])
-    return x.transpose(np.argsort(layout.order)).reshape(layout.leaf_local_shape)
+def _shard(parts: jax.Array, leaf: PlannedLeaf) -> jax.Array:
+    """A leaf's local shard of the update from the blocks of its matrices, [replicas, matrices, elements].
+
+    Replicas hold parts of dimensions, each the minor part of what the mesh cuts.
+    """
+    layout, of_axis = leaf.layout, {axis: i for i, axis in enumerate(leaf.gathered)}
+    ways = [layout.sizes[axis] for axis in leaf.gathered]
+    x = parts.reshape(ways + [layout.local_shape[d] for d in layout.order])
+    x = x.transpose([*range(len(ways)), *(len(ways) + np.argsort(layout.order))])
+    order: list[int] = []
+    for d, axes in enumerate(layout.leaf_spec):
+        order += [of_axis[axis] for axis in axes if axis in of_axis] + [len(ways) + d]
+    return x.reshape(ways + list(layout.leaf_local_shape)).transpose(order).reshape(leaf.update.leaf_local_shape)
 
 
 def _wave(
     plan: MeshPlan, wave: Wave, operands: tuple[jax.Array, ...], blocks: list[jax.Array], start: Any
 ) -> list[tuple[int, jax.Array]]:
-    """The updates of one wave, leaf by leaf, as blocks of the matrices that are in it."""
+    """The updates of one wave, leaf by leaf, as blocks of the matrices that are in it; see `_shard`."""
     views = [_view(plan, domain) for domain in wave.domains]
     buffers, kept = [], []
     for domain, view in zip(wave.domains, views, strict=True):
@@ -134,8 +144,23 @@ def _wave(
     for domain, view, mine, out in zip(wave.domains, views, kept, outs, strict=True):
         back = domain.carrier.back(out, domain.packing.exchange_axes)
         pages, table = _share(back.reshape(-1, domain.packing.page), domain.packing)
-        updates += zip(domain.leaves, view.unpack(pages, table, mine), strict=True)
+        updates += zip(domain.leaves, _gather(view.unpack(pages, table, mine), domain), strict=True)
     return updates
+
+
+def _gather(blocks: list[jax.Array], domain: Domain) -> list[jax.Array]:
+    """Blocks of all replicas that hold parts of the updates, [replicas, matrices, elements] for each leaf.
+
+    All that crosses the same axes goes together.
+    """
+    whole = [x[None] for x in blocks]
+    for axes, positions in domain.gathers.items():
+        flat = jnp.concatenate([blocks[i].reshape(-1) for i in positions])
+        rows = lax.all_gather(flat, axes)
+        ends = np.cumsum([blocks[i].size for i in positions])[:-1]
+        for i, of_leaf in zip(positions, jnp.split(rows, ends, axis=1), strict=True):
+            whole[i] = of_leaf.reshape(-1, *blocks[i].shape)
+    return whole
 
 
 def _not_before(start: Any, pool: jax.Array) -> jax.Array:

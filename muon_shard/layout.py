@@ -158,6 +158,24 @@ class Layout:
         used = self.exchange + self.batch_axes
         return tuple(name for name, size in self.mesh_axes if size > 1 and name not in used)
 
+    @property
+    def spec_over_replicas(self) -> tuple[tuple[str, ...], ...]:
+        """The leaf's spec with every free axis that fits as the minor part of a dimension, so that replicas hold parts.
+
+        An axis fits where it divides what each device holds: a batch dimension rather than the matrix, and the longest.
+        Large axes choose first. One that fits nowhere stays free.
+        """
+        local, spec = list(self.leaf_local_shape), list(self.leaf_spec)
+        of_matrix = [not set(dims) <= set(self.batch) for dims in self._leaf_axes]
+        for axis in sorted(self.free, key=lambda a: -self.sizes[a]):
+            size = self.sizes[axis]
+            fitting = [d for d, length in enumerate(local) if length and length % size == 0]
+            if fitting:
+                d = min(fitting, key=lambda d: (of_matrix[d], -local[d]))
+                local[d] //= size
+                spec[d] += (axis,)
+        return tuple(spec)
+
     def __str__(self) -> str:
         """`G[L, M_fsdp, N_tensor] over {replica}`; L: a batch dimension, E: a sharded one, M: rows, N: cols.
 

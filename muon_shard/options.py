@@ -6,6 +6,8 @@ from muon_shard.newton_schulz.forms import METHODS
 from muon_shard.topology import Topology
 from muon_shard.transports import TRANSPORTS
 
+MOMENTUM_SHARDINGS = ("params", "replicas")
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
@@ -15,8 +17,8 @@ class PlanOptions:
         topology: the hardware: a preset's name such as 'tpu-v5p', a `Topology`, or 'auto' for what the mesh's devices
             tell.
         transport: how scattered matrices travel, one of `muon_shard.transports.TRANSPORTS`, for all domains.
-        dedup_axes: replicating mesh axes over which work is shared: 'all', a tuple of names, or 'auto' for those where
-            the compute saved is worth the gather of results.
+        dedup_axes: mesh axes that replicate the momentum, over which work is shared: 'all', a tuple of names, or 'auto'
+            for those where the compute saved is worth the gather of results.
         ns_method: form of Newton–Schulz: 'auto' takes the cheapest for each shape, 'direct' or 'gram' insist.
         max_wave_bytes: bounds the exchange buffers of one device: what does not fit is exchanged in several waves, none
             of which waits for another's results. 'auto': an eighth of the device's memory. A matrix is never cut, so
@@ -25,6 +27,10 @@ class PlanOptions:
             takes the least memory; with 2 one can talk while the other computes; with as many as there are, none waits.
         max_programs: bounds how many different device programs are compiled for one wave (compile time grows with it);
             when the assignment needs more, programs are merged and the FLOPs this costs show in `Plan.balance`.
+        momentum_sharding: where Muon's momentum lies: 'params' as the parameters, or 'replicas' also cut over the axes
+            that replicate them, as in ZeRO-1 (arXiv 1910.02054): 1/R of the memory on R replicas. Gradients are then
+            brought to the momentum, and updates are gathered over these axes. Sizes are never padded: an axis that
+            divides no dimension of a leaf still replicates its momentum. Adam's moments stay as the parameters.
     """
 
     topology: str | Topology = "auto"
@@ -34,6 +40,7 @@ class PlanOptions:
     max_wave_bytes: int | str = "auto"
     waves_under_way: int = 2
     max_programs: int = 32
+    momentum_sharding: str = "params"
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", *TRANSPORTS):
@@ -55,3 +62,8 @@ class PlanOptions:
         for name in ("waves_under_way", "max_programs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"PlanOptions: {name} must be at least 1, got {getattr(self, name)}.")
+        if self.momentum_sharding not in MOMENTUM_SHARDINGS:
+            raise ValueError(
+                f"PlanOptions: momentum_sharding must be {' or '.join(map(repr, MOMENTUM_SHARDINGS))}, "
+                f"got {self.momentum_sharding!r}."
+            )

@@ -45,7 +45,14 @@ class Packing:
         sizes = dict(self.mesh_axes)
         return tuple((name, sizes[name]) for name in self.exchange)
 
-    def traffic(self, item: int, out: int, scales: int = 0, turned: tuple[tuple[MeshAxes, int], ...] = ()) -> Traffic:
+    def traffic(
+        self,
+        item: int,
+        out: int,
+        scales: int = 0,
+        turned: tuple[tuple[MeshAxes, int], ...] = (),
+        gathered: tuple[tuple[MeshAxes, int], ...] = (),
+    ) -> Traffic:
         """What moves, for elements of `item` bytes going in and `out` bytes coming back; see `Traffic`."""
         sizes = dict(self.mesh_axes)
         return Traffic(
@@ -58,6 +65,7 @@ class Packing:
             out,
             scales,
             turned,
+            gathered,
         )
 
     @property

@@ -14,6 +14,7 @@ from muon_shard.choose import Choice
 from muon_shard.cost import Collective, Traffic
 from muon_shard.labels import Route
 from muon_shard.layout import Layout, MeshAxes
+from muon_shard.options import MOMENTUM_SHARDINGS
 from muon_shard.orthogonalizer import Orthogonalizer, Work
 from muon_shard.packing import Packing
 from muon_shard.transports import TRANSPORTS, Gram, Transport
@@ -21,13 +22,25 @@ from muon_shard.transports import TRANSPORTS, Gram, Transport
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLeaf:
-    """One Muon leaf: `dtype` travels to the owner, `out_dtype` is the update's, `source` told its sharding."""
+    """One Muon leaf.
+
+    `layout` is that of the momentum, which is exchanged, `update` that of the parameter, which updates leave with.
+    `state_dtype` is the momentum's, `dtype` travels to the owner, `out_dtype` is the update's, `source` told the
+    parameter's sharding.
+    """
 
     path: str
     layout: Layout
+    update: Layout
+    state_dtype: str
     dtype: str
     out_dtype: str
     source: str
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Axes that cut the momentum and not the parameter, in mesh order."""
+        return tuple(axis for axis in self.update.free if axis not in self.layout.free)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +48,12 @@ class Domain:
     """Matrices that share one exchange: same exchange, batch and free axes, same dtypes.
 
     `leaves` (of `MeshPlan.leaves`) hold them, `first` is the first local matrix of each that is meant; the packing
-    knows how many.
+    knows how many. `gathered` are the axes over which the updates of each are gathered in the end.
     """
 
     leaves: tuple[int, ...]
     first: tuple[int, ...]
+    gathered: tuple[tuple[str, ...], ...]
     dtype: str
     out_dtype: str
     packing: Packing
@@ -56,15 +70,39 @@ class Domain:
         return TRANSPORTS[self.choice.transport]
 
     @functools.cached_property
+    def gathers(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Positions in `leaves` of what is gathered over the same axes, all in one."""
+        found: dict[tuple[str, ...], tuple[int, ...]] = {}
+        for position, axes in enumerate(self.gathered):
+            if axes:
+                found[axes] = (*found.get(axes, ()), position)
+        return found
+
+    def given(self, position: int) -> int:
+        """Bytes of updates that a device holds of the leaf at this position of `leaves`, before they are gathered."""
+        kind, count = self.packing.leaves[position]
+        return self.packing.kinds[kind].elements * count * itemsize(self.out_dtype)
+
+    @functools.cached_property
     def traffic(self) -> Traffic:
+        p, sizes = self.packing, dict(self.packing.mesh_axes)
+        gathered = tuple(
+            (tuple((axis, sizes[axis]) for axis in axes), sum(map(self.given, positions)))
+            for axes, positions in self.gathers.items()
+        )
         if not isinstance(self.carrier, Gram):
-            return self.packing.traffic(itemsize(self.dtype), itemsize(self.out_dtype))
-        p = self.packing
-        return p.traffic(*gram_space.items(self.dtype, [(p.kinds[k], count) for k, count in p.leaves], p.mesh_axes))
+            return p.traffic(itemsize(self.dtype), itemsize(self.out_dtype), gathered=gathered)
+        held = [(p.kinds[k], count) for k, count in p.leaves]
+        return p.traffic(*gram_space.items(self.dtype, held, p.mesh_axes), gathered=gathered)
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
         return (*self.carrier.collectives(self.traffic), *self.traffic.share())
+
+    @property
+    def exchanged(self) -> tuple[Collective, ...]:
+        """The collectives that all leaves take part in: not the gathers of updates that replicas hold in parts."""
+        return self.collectives[: len(self.collectives) - len(self.gathers)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +176,22 @@ class MeshPlan:
         return tuple(map(tuple, members.values()))
 
     @property
+    def momentum_bytes(self) -> int:
+        """Of one device."""
+        return sum(math.prod(leaf.layout.local_shape) * itemsize(leaf.state_dtype) for leaf in self.leaves)
+
+    @property
+    def momentum_bytes_by_sharding(self) -> dict[str, int]:
+        """What `momentum_bytes` is with each `PlanOptions.momentum_sharding`."""
+        found: dict[str, int] = dict.fromkeys(MOMENTUM_SHARDINGS, 0)
+        for leaf in self.leaves:
+            of_param = leaf.update
+            for how, spec in (("params", of_param.leaf_spec), ("replicas", of_param.spec_over_replicas)):
+                ways = of_param.ways([axis for axes in spec for axis in axes])
+                found[how] += math.prod(of_param.shape) // ways * itemsize(leaf.state_dtype)
+        return found
+
+    @property
     def stretch(self) -> float:
         """How much longer NS takes in waves than in one: each waits for its busiest device."""
         one = int(self.load.max())
@@ -204,10 +258,11 @@ class MeshPlan:
         for domain in wave.domains:
             p, item, out = domain.packing, domain.traffic.item, domain.traffic.out
             pool, sent = p.pool_pages * p.page, p.ways(p.exchange) * p.capacity * p.page
-            gathered = p.ways(p.shared) * p.returned * p.page if p.shared else 0
+            shared = p.ways(p.shared) * p.returned * p.page if p.shared else 0
             going += (pool + 2 * sent) * item
             working += sent * (item + out)
-            coming += (2 * sent + gathered) * out  # unpacking ends in the updates, which are no temporaries
+            coming += (2 * sent + shared) * out  # unpacking ends in the updates, which are no temporaries
+            coming += sum((1 + p.ways(axes)) * domain.given(i) for axes, of in domain.gathers.items() for i in of)
             for kind, most in zip(p.kinds, np.array(p.slots).max(0), strict=True):
                 for (m, n), each in kind.problems:
                     stack = max(stack, int(most) * each * (2 * m * n + 3 * m * m) * item)
@@ -268,6 +323,17 @@ class Plan:
         for c in self.collectives:
             totals["+".join(c.axes)] = totals.get("+".join(c.axes), 0) + c.received
         return totals
+
+    @property
+    def momentum_bytes(self) -> int:
+        """What the momentum of Muon's leaves takes on one device."""
+        return max((part.momentum_bytes for part in self.parts), default=0)
+
+    @property
+    def momentum_bytes_by_sharding(self) -> dict[str, int]:
+        """What `momentum_bytes` is with each `PlanOptions.momentum_sharding`."""
+        found = [part.momentum_bytes_by_sharding for part in self.parts]
+        return {how: max((of_part[how] for of_part in found), default=0) for how in MOMENTUM_SHARDINGS}
 
     @property
     def peak_bytes(self) -> int:

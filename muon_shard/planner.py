@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from muon_shard import assign, domains, gram_space, programs, waves
@@ -42,6 +43,7 @@ def make_plan(
     ns_coeffs: Any = "standard",
     ns_steps: int = 5,
     ns_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     orthogonalizer: Any = None,
 ) -> Plan:
     """Plans the Muon part of an optimizer step for `params`.
@@ -54,6 +56,7 @@ def make_plan(
         ns_coeffs: as for `muon`, like `ns_steps`, `ns_dtype` and `orthogonalizer`: they decide what a matrix costs.
         ns_steps: Newton–Schulz steps.
         ns_dtype: dtype in which matrices travel and are orthogonalized.
+        mu_dtype: dtype of the momentum, which tells the memory it takes.
         orthogonalizer: in place of Newton–Schulz.
 
     Raises:
@@ -63,14 +66,16 @@ def make_plan(
     require_matrices(routes, "make_plan")
     placements = place_leaves(params, param_shardings, Memory(), "make_plan")
     dtypes = [narrowed(r.dtype, ns_dtype) if r.label == "muon" else r.dtype for r in routes]
+    state_dtypes = [r.dtype if mu_dtype is None else str(jnp.dtype(mu_dtype)) for r in routes]
     runs = make_orthogonalizer(orthogonalizer, ns_coeffs, ns_steps, method=options.ns_method)
-    parts = plan_meshes(routes, placements, dtypes, dtypes, runs, options)
+    parts = plan_meshes(routes, placements, state_dtypes, dtypes, dtypes, runs, options)
     return Plan(tuple(plan for _, _, plan in parts), tuple(routes))
 
 
 def plan_meshes(
     routes: Sequence[Route],
     placements: Sequence[Placement],
+    state_dtypes: Sequence[str],
     dtypes: Sequence[str],
     out_dtypes: Sequence[str],
     orthogonalizer: Orthogonalizer,
@@ -92,7 +97,8 @@ def plan_meshes(
         leaves = tuple(
             PlannedLeaf(
                 routes[i].path,
-                make_layout(routes[i].shape, placements[i].spec, routes[i].rows, routes[i].cols, axes, routes[i].cut),
+                *layouts(routes[i], placements[i], options),
+                state_dtypes[i],
                 dtypes[i],
                 out_dtypes[i],
                 placements[i].source,
@@ -103,6 +109,16 @@ def plan_meshes(
         plan = best_plan(leaves, axes, orthogonalizer.on(topology.platform), topology, options)
         plans.append((mesh, tuple(indices), plan))
     return plans
+
+
+def layouts(leaf: Route, placement: Placement, options: PlanOptions) -> tuple[Layout, Layout]:
+    """Of the momentum and of the parameter of a leaf that is placed so."""
+
+    def seen(spec: Any) -> Layout:
+        return make_layout(leaf.shape, spec, leaf.rows, leaf.cols, placement.mesh_axes, leaf.cut)
+
+    param = seen(placement.spec)
+    return seen(param.spec_over_replicas) if options.momentum_sharding == "replicas" else param, param
 
 
 @functools.lru_cache(maxsize=64)
@@ -291,7 +307,8 @@ def _domain(
         _tuples(slots),
     )
     members, first = tuple(i for i, _, _ in spans), tuple(at for _, at, _ in spans)
-    return Domain(members, first, one.dtype, one.out_dtype, packing, choice)
+    gathered = tuple(leaves[i].gathered for i in members)
+    return Domain(members, first, gathered, one.dtype, one.out_dtype, packing, choice)
 
 
 def _tuples(array: np.ndarray) -> tuple[tuple[int, ...], ...]:

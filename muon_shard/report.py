@@ -72,7 +72,8 @@ def _group(part: MeshPlan, choice: Choice, members: list[int]) -> Group:
                 kind, count = packing.leaves[position]
                 owned += packing.owned(position)
                 share = count * packing.kind_pages[kind] / packing.pool_pages
-                received += sum(c.received for c in domain.collectives) * share
+                gathered = packing.ways(domain.gathered[position]) - 1  # of this leaf alone; the rest is of all
+                received += sum(c.received for c in domain.exchanged) * share + gathered * domain.given(position)
                 work = part.works(domain)[kind]
     assert work is not None
     items, problems = (len(members) * n for n in (leaf.layout.matrices, leaf.layout.problems))
@@ -105,6 +106,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "total_flops": plan.total_flops,
         "bytes_by_axis": plan.bytes_by_axis,
         "peak_bytes": plan.peak_bytes,
+        "momentum_bytes": plan.momentum_bytes,
+        "momentum_bytes_by_sharding": plan.momentum_bytes_by_sharding,
         "collectives": [dataclasses.asdict(c) | {"received": c.received} for c in plan.collectives],
         "groups": [
             {**dataclasses.asdict(g), "name": g.name, "paths": list(g.paths)}
@@ -156,6 +159,7 @@ def _summary(part: MeshPlan) -> Iterable[str]:
         f"programs   {part.programs} compiled for {_plural(part.devices, 'device')}; temporaries about "
         f"{_bytes(part.peak_bytes)} per device"
     )
+    yield from _momentum(part)
     if len(part.waves) > 1:
         yield from _waves(part)
     collectives = [c for domain in part.domains for c in domain.collectives]
@@ -170,6 +174,24 @@ def _summary(part: MeshPlan) -> Iterable[str]:
         yield "collective none"
     for choice in dict.fromkeys(domain.choice for domain in part.domains):
         yield from _alternatives(part, next(domain for domain in part.domains if domain.choice == choice))
+
+
+def _momentum(part: MeshPlan) -> Iterable[str]:
+    """What the momentum takes, as the parameters and over their replicas, and the leaves that replicas hold whole."""
+    as_, taken = part.momentum_bytes_by_sharding, _bytes(part.momentum_bytes)
+    if not any(leaf.gathered for leaf in part.leaves):
+        less = f"; {_bytes(as_['replicas'])} with momentum_sharding='replicas'" if len(set(as_.values())) > 1 else ""
+        yield f"momentum   {taken} per device, as the parameters{less}"
+        return
+    yield f"momentum   {taken} per device, over replicas; {_bytes(as_['params'])} as the parameters"
+    whole: dict[tuple[str, ...], list[str]] = {}
+    for leaf in part.leaves:
+        if leaf.layout.free:
+            whole.setdefault((*leaf.layout.free, _pattern(leaf.path)), []).append(leaf.path)
+    if whole:
+        some = [f"{common_name(paths)} over {'+'.join(axes)}" for (*axes, _), paths in whole.items()]
+        more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+        yield f"           still replicated where no dimension divides: {', '.join(some[:3])}{more}"
 
 
 def _waves(part: MeshPlan) -> Iterable[str]:

@@ -242,8 +242,8 @@ def _check(part: MeshPlan, where: str) -> None:
             (domain.choice.transport in TRANSPORTS, f"unknown transport {domain.choice.transport!r}"),
             (all(0 <= leaf < len(part.leaves) for leaf in domain.leaves), "it names leaves that do not exist"),
             (
-                len(packing.leaves) == len(domain.leaves) == len(domain.first),
-                "'leaves' and 'first' of the domain and 'leaves' of its packing differ in number",
+                len(packing.leaves) == len(domain.leaves) == len(domain.first) == len(domain.gathered),
+                "'leaves', 'first' and 'gathered' of the domain and 'leaves' of its packing differ in number",
             ),
             (all(tables), f"'counts' and 'slots' must have {part.devices} rows of {kinds} numbers"),
             (all(0 <= kind < kinds for kind, _ in packing.leaves), "its packing names kinds that do not exist"),

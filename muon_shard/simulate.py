@@ -15,6 +15,7 @@ bandwidth. Parts of a plan on disjoint meshes run side by side.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -158,9 +159,10 @@ class _Costs:
         return self._talk(domain, domain.traffic.share())
 
     def unpack(self, domain: Domain) -> float:
-        """Pages become updates; before replicas share, what each gives is compacted."""
+        """Pages become updates; before replicas share, what each gives is compacted; parts that are gathered join."""
         t = domain.traffic
-        return self._copy(2 * (t.pool + (t.returned if t.shared else 0)) * t.out)
+        joined = sum(math.prod(size for _, size in axes) * given for axes, given in t.gathered)
+        return self._copy(2 * ((t.pool + (t.returned if t.shared else 0)) * t.out + joined))
 
     def ns(self, part: MeshPlan, domain: Domain) -> np.ndarray:
         """Of each device, [devices]."""

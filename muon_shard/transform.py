@@ -17,11 +17,21 @@ from optax.contrib import MuonState
 from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.execute import execute, reshard_typed
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route, warn_of_doubts
+from muon_shard.momentum import Asking, Home
 from muon_shard.newton_schulz import coefficients, make_orthogonalizer, narrowed
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
-from muon_shard.planner import plan_meshes
-from muon_shard.shardings import Memory, Shardings, concrete_sharding, is_manual, mesh_of, place_leaves, whole
+from muon_shard.planner import layouts, plan_meshes
+from muon_shard.shardings import (
+    Memory,
+    Placement,
+    Shardings,
+    concrete_sharding,
+    is_manual,
+    mesh_of,
+    place_leaves,
+    whole,
+)
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -96,7 +106,8 @@ def scale_by_muon(
     run = make_orthogonalizer(
         orthogonalizer, ns_coeffs, ns_steps, preconditioning, method=plan_options.ns_method, adaptive=adaptive
     )
-    memory = Memory()
+    memory, over_replicas = Memory(), plan_options.momentum_sharding == "replicas"
+    where = "muon with momentum_sharding='replicas'" if over_replicas else "muon"
 
     def matrices(tree: Any) -> list[Route]:
         routes = route(tree, weight_dimension_numbers, "scale_by_muon")
@@ -109,37 +120,55 @@ def scale_by_muon(
         require_matrices(routes, "scale_by_muon")
         return routes
 
+    def homes(routes: list[Route], placements: list[Placement], treedef: Any) -> Any:
+        """Where the momentum of each leaf lies with momentum_sharding='replicas'."""
+        pairs = zip(routes, placements, strict=True)
+        return treedef.unflatten([Home(p.mesh, layouts(r, p, plan_options)[0]) for r, p in pairs])
+
     def init(params: Any) -> MuonState:
-        matrices(whole(params, param_shardings, "muon"))
+        routes = matrices(whole(params, param_shardings, "muon"))
         memory.remember(params)
         rows = coefficients(ns_coeffs, ns_steps)
-        state = MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype), rows)
-        return _on_mesh(state, params)
+        if over_replicas:
+            placements = place_leaves(params, param_shardings, memory, where)
+            lying = homes(routes, placements, jax.tree.structure(params))
+            mu = jax.tree.map(lambda home, p: home.zeros(p, mu_dtype), lying, params)
+        else:
+            mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+        return _on_mesh(MuonState(jnp.zeros([], jnp.int32), mu, rows), params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         seen = whole(updates, param_shardings, "muon")
         routes = matrices(seen)
         like = updates if params is None else params
-        grads = jax.tree.map(_onto, updates, state.mu)
+        # As the parameters lies the momentum itself, which knows best; one that lies on no mesh yet as its gradient.
+        known, otherwise = (like, state.mu) if over_replicas else (state.mu, updates)
+        lying = jax.tree.map(lambda x, y: y if mesh_of(x) is None else x, known, otherwise)
+        shown = lying if seen is updates or over_replicas else seen
+        placements = place_leaves(shown, param_shardings, memory, where)
+        if over_replicas:
+            home = homes(routes, placements, jax.tree.structure(updates))
+            grads, old = (jax.tree.map(Home.bring, home, tree) for tree in (updates, state.mu))
+        else:
+            home, old = None, state.mu
+            grads = jax.tree.map(_onto, updates, old)
         count = optax.safe_increment(state.count)
-        mu = jax.tree.map(lambda g, m: _momentum(g, m, beta), grads, state.mu)
+        mu = jax.tree.map(lambda g, m: _momentum(g, m, beta), grads, old)
         mu_hat = jax.tree.map(lambda g, m: _bias_corrected(g, m, beta, count, nesterov), grads, mu)
-        # The momentum knows best where it lies; one that lies on no mesh yet is where its gradient is.
-        lying = jax.tree.map(lambda m, x: x if mesh_of(m) is None else m, state.mu, mu_hat)
-        where = lying if seen is updates else seen
-        placements = place_leaves(where, param_shardings, memory, "muon")
         leaves, treedef = jax.tree.flatten(mu_hat)
         targets = treedef.flatten_up_to(like)
         inner = [narrowed(x.dtype, ns_dtype) for x in leaves]
         out = inner if ns_dtype is not None else [str(x.dtype) for x in targets]
         outs = [jnp.zeros_like(x) if x.size == 0 else x for x in targets]  # empty leaves are in no plan
-        for mesh, indices, plan in plan_meshes(routes, placements, inner, out, run, plan_options):
+        states = [str(m.dtype) for m in treedef.flatten_up_to(old)]
+        for mesh, indices, plan in plan_meshes(routes, placements, states, inner, out, run, plan_options):
             # On axes that are Manual already the shards are local, as the body of our own shard_map would see them.
             mesh = None if is_manual(mesh) else mesh
             done = execute(plan, mesh, [leaves[i].astype(inner[i]) for i in indices], (state.ns_coeffs, eps))
             for i, y in zip(indices, done, strict=True):
                 outs[i] = _onto(y.astype(targets[i].dtype), targets[i])
-        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, old)
+        mu = jax.tree.map(Home.bring, home, mu) if over_replicas else mu
         return treedef.unflatten(outs), MuonState(count, mu, state.ns_coeffs)
 
     return optax.GradientTransformation(init, update)
@@ -246,6 +275,9 @@ def muon(
 def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     """The sharding each leaf of `tx.init(params)` should have: moments like their parameters, the rest replicated.
 
+    With `PlanOptions(momentum_sharding='replicas')` Muon's momentum is also cut over the axes that replicate its
+    parameter; Adam's moments are not.
+
     For `jax.jit(tx.init, out_shardings=…)` and as the target of a checkpoint restore; without it, a jitted init on Auto
     axes leaves the momentum on one device or replicated.
 
@@ -273,14 +305,26 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         "Consider jax.device_put, or ShapeDtypeStructs that carry a sharding.",
     )
     # Closed over, not traced: so ours also remembers the shardings, and a jitted init needs no other hint.
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-    state = jax.eval_shape(lambda: tx.init(structs))
+    told: list[Any] = []
+    structs = jax.tree.map(lambda x: Asking(x, told), params)
+
+    def init() -> Any:
+        state = tx.init(structs)
+        own = {id(momentum): sharding for momentum, sharding in told}
+        shardings.extend(own.get(id(leaf)) for leaf in jax.tree.leaves(state))
+        return state
+
+    shardings: list[NamedSharding | None] = []
+    shapes, treedef = jax.tree.flatten(jax.eval_shape(init))
+    state = treedef.unflatten(
+        [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(shapes, shardings, strict=True)]
+    )
     meshes = list(dict.fromkeys(leaf.sharding.mesh for _, leaf in named))
     rest = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     return optax.tree.map_params(
         tx,
-        lambda moment, param: moment if masked(moment) else param.sharding,
+        lambda moment, param: moment if masked(moment) else moment.sharding or param.sharding,
         state,
         params,
         transform_non_params=lambda _: rest,
