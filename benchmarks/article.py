@@ -1,9 +1,10 @@
-"""The article's figures on 8 emulated devices: each ratio as published, as simulated for its machine, and as it is here.
+"""The article's figures on 8 emulated devices: each ratio as published, as simulated for its machine, and here.
 
 The model is the stand-in of `muon_shard.article`, every width divided by one number, with fewer layers and experts. For
 each figure: `published` and `predicted` ratios; per case the mesh, the matrices, `measured`, which is seconds before ÷
-after (medians of the rounds' ratios), `flops`, which is NS FLOPs of the busiest device before ÷ after, and every way
-with its milliseconds, FLOPs, collectives, temporaries, and its largest difference to `optax.contrib.muon` on one device.
+after (medians of the rounds' ratios), `flops`, which is NS FLOPs of the busiest device before ÷ after, `to_ours`, which
+is seconds ÷ those of ours, and every way with its milliseconds, FLOPs, collectives, temporaries, and its largest
+difference to `optax.contrib.muon` on one device.
 `here` says what of a figure cannot be shown on such devices.
 
 | way | what it is |

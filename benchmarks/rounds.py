@@ -115,21 +115,19 @@ def interleaved(
     """Seconds of each way in each round.
 
     Args:
-        ways: what is timed; each has run once before, or its first call is not counted.
-        rounds: how many are counted; one more goes before.
+        ways: what is timed.
+        rounds: how many are counted; one more goes before, in which what is not compiled yet compiles.
         tick: called after every round.
         least: seconds that one measurement takes at least; short ways are called several times for it.
     """
     order, found, calls = np.random.default_rng(0), {name: [] for name in ways}, dict.fromkeys(ways, 1)
-    for name, way in ways.items():
-        jax.block_until_ready(way())  # compiles
-        if least:
-            calls[name] = max(1, math.ceil(least / once(way, 1)))
     for round_ in range(rounds + 1):
         for name in order.permutation(list(ways)):
             took = once(ways[name], calls[name])
-            if round_:  # the first warms caches
+            if round_:
                 found[name].append(took)
+            else:
+                calls[name] = max(1, math.ceil(least / once(ways[name], 1))) if least else 1
         tick()
     return found
 
