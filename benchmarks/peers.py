@@ -9,7 +9,8 @@
 | `adamw` | `optax.adamw`: what a step costs with no matrix work at all |
 
 All Muon peers apply the same momentum, Nesterov, bias correction, Newton–Schulz coefficients and scale as
-`optax.contrib.muon` does by default, so their updates agree to rounding. Every leaf is a matrix.
+`optax.contrib.muon` does by default, so their updates agree to rounding. Every leaf is a matrix; to `redundant` also
+a stack of them, or what dimension numbers make of it.
 """
 
 import math
@@ -22,6 +23,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 LEARNING_RATE = 0.02
 BETA = 0.95
@@ -31,6 +33,7 @@ EPSILON = 1e-8  # added to the norm, as optax does: a zero matrix stays zero
 
 Updates = dict[str, jax.Array]
 Specs = dict[str, P]
+Dims = dict[str, MuonDimensionNumbers]
 
 
 class MomentumState(NamedTuple):
@@ -40,8 +43,11 @@ class MomentumState(NamedTuple):
     momentum: Updates  # like the parameters
 
 
-def momentum_then(orthogonalize: Callable[[Updates], Updates]) -> optax.GradientTransformation:
+def momentum_then(
+    orthogonalize: Callable[[Updates], Updates], dims: Dims | None = None
+) -> optax.GradientTransformation:
     """Muon with `orthogonalize` applied to the whole tree of Nesterov momenta."""
+    numbers = dims or {}
 
     def init(params):
         return MomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
@@ -54,16 +60,35 @@ def momentum_then(orthogonalize: Callable[[Updates], Updates]) -> optax.Gradient
         ahead = optax.tree.bias_correction(momentum, BETA, optax.safe_increment(count))
         now = optax.tree.bias_correction(grads, BETA, count)
         nesterov = jax.tree.map(lambda m, g: BETA * m + (1 - BETA) * g, ahead, now)
-        updates = jax.tree.map(lambda u: width_scale(u.shape) * u, orthogonalize(nesterov))
+        updates = {k: width_scale(u.shape, numbers.get(k)) * u for k, u in orthogonalize(nesterov).items()}
         return updates, MomentumState(count, momentum)
 
     return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(LEARNING_RATE))
 
 
-def width_scale(shape: tuple[int, ...]) -> float:
+def width_scale(shape: tuple[int, ...], numbers: MuonDimensionNumbers | None = None) -> float:
     """The default scale of optax, sqrt(max(1, fan_out / fan_in))."""
-    rows, cols = shape
-    return math.sqrt(max(1.0, cols / rows))
+    _, rows, cols = roles(len(shape), numbers)
+    return math.sqrt(max(1.0, math.prod(shape[d] for d in cols) / math.prod(shape[d] for d in rows)))
+
+
+def roles(rank: int, numbers: MuonDimensionNumbers | None) -> tuple[tuple[int, ...], ...]:
+    """Batch axes, rows and columns of a leaf; without dimension numbers its last two are rows and columns."""
+    given = numbers or MuonDimensionNumbers(-2, -1)
+    rows, cols = (
+        tuple(a % rank for a in ((axes,) if isinstance(axes, int) else axes))
+        for axes in (given.reduction_axis, given.output_axis)
+    )
+    return tuple(d for d in range(rank) if d not in rows + cols), rows, cols
+
+
+def as_matrices(x: jax.Array, numbers: MuonDimensionNumbers | None) -> jax.Array:
+    """`newton_schulz` on the matrices that dimension numbers make of a leaf."""
+    each = roles(x.ndim, numbers)
+    order = sum(each, ())
+    batch, rows, cols = ([x.shape[d] for d in axes] for axes in each)
+    y = newton_schulz(x.transpose(order).reshape(*batch, math.prod(rows), math.prod(cols)))
+    return y.reshape(batch + rows + cols).transpose([order.index(d) for d in range(x.ndim)])
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
@@ -106,8 +131,9 @@ def adamw(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
     return optax.adamw(LEARNING_RATE)
 
 
-def redundant(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
-    """Gather, compute everything everywhere, slice."""
+def redundant(mesh: Mesh, specs: Specs, dims: Dims | None = None) -> optax.GradientTransformation:
+    """Gather, compute everything everywhere, slice: leaf by leaf."""
+    numbers = dims or {}
 
     def whole(x, spec):
         for dim, entry in enumerate(spec):
@@ -123,9 +149,9 @@ def redundant(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
         return x
 
     def body(shards):
-        return {k: own_slice(newton_schulz(whole(x, specs[k])), specs[k]) for k, x in shards.items()}
+        return {k: own_slice(as_matrices(whole(x, specs[k]), numbers.get(k)), specs[k]) for k, x in shards.items()}
 
-    return momentum_then(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs))
+    return momentum_then(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs), dims)
 
 
 def stacked(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
