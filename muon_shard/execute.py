@@ -15,11 +15,12 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon_shard.blocks import Blocks
+from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.gram_space import GramMatrices
-from muon_shard.layout import Layout, MeshAxes, spec_entries
+from muon_shard.layout import Layout, spec_entries
 from muon_shard.packing import Packing
 from muon_shard.plan import Domain, MeshPlan, PlannedLeaf, Wave
-from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec
+from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec, varying
 from muon_shard.transports import Gram, take_pages
 from muon_shard.views import View
 
@@ -35,30 +36,58 @@ def execute(
     Args:
         plan: for exactly these leaves.
         mesh: their mesh, concrete or abstract; None for one device.
-        leaves: the momentum, one array per `plan.leaves`, on Auto, Explicit or mixed axes.
+        leaves: the momentum, one array per `plan.leaves`, on axes of any type; of Manual ones the local shards.
         operands: arrays handed to the orthogonalizer on every device (coefficients, eps).
 
     Returns:
         One array per leaf: same shape, the sharding of the leaf's `update`, its `out_dtype`.
+
+    Raises:
+        ValueError: inside a `shard_map` that checks what varies, listing leaves whose updates are equal on all
+            replicas in a way that JAX cannot see.
     """
     operands = tuple(jnp.asarray(x) for x in operands)
     if mesh is not None:
         leaves = [_match_type(x, leaf.layout, mesh) for x, leaf in zip(leaves, plan.leaves, strict=True)]
         operands = tuple(_replicated(x, mesh) for x in operands)
-    return list(_compiled(plan, mesh)(operands, *leaves))
+    return list(_compiled(plan, mesh, _is_checked(_manual(mesh)))(operands, *leaves))
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(plan: MeshPlan, mesh: AnyMesh | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """One jitted function per plan, so that eager updates compile once; inside `jit` it is inlined."""
+def _compiled(plan: MeshPlan, mesh: AnyMesh | None, checked: bool) -> Callable[..., tuple[jax.Array, ...]]:
+    """One jitted function per plan, so that eager updates compile once; inside `jit` it is inlined.
+
+    Axes that a `shard_map` of the user's has made Manual are so already; ours is over the others, and checks what
+    varies (check_vma) where that one does.
+    """
     body = functools.partial(_body, plan)
     if mesh is None:
         return jax.jit(body)
-    specs = tuple(partition_spec(leaf.layout.leaf_spec) for leaf in plan.leaves)
-    outs = tuple(partition_spec(leaf.update.leaf_spec) for leaf in plan.leaves)
-    run = jax.shard_map(body, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=outs, check_vma=False)
+    rest = [name for name in mesh.axis_names if name not in _manual(mesh)]
+    if not rest:
+        return jax.jit(body)
+    nested = len(rest) < len(mesh.axis_names)
+    specs, outs = (
+        tuple(partition_spec(only_axes(layout.leaf_spec, rest)) for layout in layouts)
+        for layouts in ([leaf.layout for leaf in plan.leaves], [leaf.update for leaf in plan.leaves])
+    )
+    run = jax.shard_map(
+        # What a gradient keeps of the inside of a nested one, JAX would cut over the outer axes once more.
+        jax.checkpoint(body) if nested else body,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), *specs),
+        out_specs=outs,
+        axis_names=set(rest),
+        check_vma=checked,
+    )
+    if nested:
+        return jax.jit(run)
     # On mixed axes a dimension over a tuple of axes would come back without its Auto part.
     return jax.jit(run, out_shardings=tuple(NamedSharding(mesh, spec) for spec in outs))
+
+
+def _manual(mesh: AnyMesh | None) -> list[str]:
+    return [] if mesh is None else [name for name, kind in axis_types(mesh).items() if kind == AxisType.Manual]
 
 
 def _match_type(x: jax.Array, layout: Layout, mesh: AnyMesh) -> jax.Array:
@@ -97,19 +126,43 @@ def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -
         for x, layout in zip(shards, layouts, strict=True)
     ]
     updates: list[list[jax.Array]] = [[] for _ in shards]
-    starts: list[Any] = [0] * plan.under_way
-    for wave, start in zip(plan.waves, starts, strict=False):
-        parts = _wave(plan, wave, operands, blocks, start)
-        starts.append(_after(parts))  # seen by the loop, which takes them in turn
+    signs: list[list[jax.Array]] = [[]] * plan.under_way
+    for wave, before in zip(plan.waves, signs, strict=False):
+        parts = _wave(plan, wave, operands, blocks, before)
+        signs.append([_sign(part) for _, part in parts])  # seen by the loop, which takes them in turn
         for leaf, part in parts:
             updates[leaf].append(part)
-    return tuple(_shard(jnp.concatenate(parts, axis=1), leaf) for parts, leaf in zip(updates, plan.leaves, strict=True))
+    done = [_shard(jnp.concatenate(parts, axis=1), leaf) for parts, leaf in zip(updates, plan.leaves, strict=True)]
+    return _as_varying_as(plan, done, shards)
 
 
-def _after(parts: list[tuple[int, jax.Array]]) -> jax.Array:
-    """Zero, but only when all parts are there: XLA on CPU takes no notice of `optimization_barrier`."""
-    seen = [jnp.isnan(part[0, 0, 0]).astype(jnp.int32) for _, part in parts]
-    return jnp.minimum(sum(seen), 0)
+def _sign(part: jax.Array) -> jax.Array:
+    """A small number that is known when the part is there: XLA on CPU takes no notice of `optimization_barrier`."""
+    return jnp.isnan(part[0, 0, 0]).astype(jnp.int32)
+
+
+def _is_checked(manual: Sequence[str]) -> bool:
+    """Whether the `shard_map` that made these axes Manual checks what varies over them."""
+    return bool(manual) and bool(varying(lax.axis_index(tuple(manual))))
+
+
+def _as_varying_as(plan: MeshPlan, updates: Sequence[jax.Array], shards: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The updates, known to vary along no more axes than shard their leaves."""
+    sizes, found, offences = dict(plan.mesh_axes), [], []
+    for leaf, x, shard in zip(plan.leaves, updates, shards, strict=True):
+        extra = varying(x) - varying(shard) - {axis for axes in leaf.update.spec for axis in axes}
+        single = tuple(sorted(axis for axis in extra if sizes[axis] == 1))
+        found.append(lax.psum(x, single) if single else x)  # over one device nothing moves: only the type changes
+        if rest := sorted(extra.difference(single)):
+            reason = f"its update is computed on every replica over {rest}, by programs that differ"
+            offences.append(Offence(leaf.path, reason, leaf.layout.leaf_shape, leaf.dtype))
+    raise_for_leaves(
+        "muon",
+        "whose updates shard_map cannot know to be equal on all replicas (check_vma)",
+        offences,
+        "Consider PlanOptions(dedup_axes='all'), or check_vma=False.",
+    )
+    return tuple(found)
 
 
 def _shard(parts: jax.Array, leaf: PlannedLeaf) -> jax.Array:
@@ -128,7 +181,7 @@ def _shard(parts: jax.Array, leaf: PlannedLeaf) -> jax.Array:
 
 
 def _wave(
-    plan: MeshPlan, wave: Wave, operands: tuple[jax.Array, ...], blocks: list[jax.Array], start: Any
+    plan: MeshPlan, wave: Wave, operands: tuple[jax.Array, ...], blocks: list[jax.Array], before: list[jax.Array]
 ) -> list[tuple[int, jax.Array]]:
     """The updates of one wave, leaf by leaf, as blocks of the matrices that are in it; see `_shard`."""
     views = [_view(plan, domain) for domain in wave.domains]
@@ -136,8 +189,8 @@ def _wave(
     for domain, view in zip(wave.domains, views, strict=True):
         p = domain.packing
         pool, mine = view.pack([blocks[leaf][first:last] for leaf, first, last in domain.spans])
-        table = _of_device(_of_device(p.tables.send, p.mesh_axes, p.rows), p.mesh_axes, p.shared)
-        buffers.append(domain.carrier.bring(_not_before(start, pool), table, p.exchange_axes))
+        table = _of_device(_of_device(p.tables.send, p, p.rows), p, p.shared)
+        buffers.append(domain.carrier.bring(_not_before(before, pool, p), table, p.exchange_axes))
         kept.append(mine)
     outs = _run_programs(plan, wave, views, operands, buffers)
     updates: list[tuple[int, jax.Array]] = []
@@ -156,18 +209,25 @@ def _gather(blocks: list[jax.Array], domain: Domain) -> list[jax.Array]:
     whole = [x[None] for x in blocks]
     for axes, positions in domain.gathers.items():
         flat = jnp.concatenate([blocks[i].reshape(-1) for i in positions])
-        rows = lax.all_gather(flat, axes)
+        rows = _all_gather(flat, axes)
         ends = np.cumsum([blocks[i].size for i in positions])[:-1]
         for i, of_leaf in zip(positions, jnp.split(rows, ends, axis=1), strict=True):
             whole[i] = of_leaf.reshape(-1, *blocks[i].shape)
     return whole
 
 
-def _not_before(start: Any, pool: jax.Array) -> jax.Array:
-    """The same pool, once `start` is known to be zero."""
-    if isinstance(start, int):
+def _all_gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The arrays of all devices along the axes in a new first dimension, known to be equal on all of them."""
+    return lax.all_gather(x, axes, to="invarying" if _is_checked(axes) else "varying")
+
+
+def _not_before(signs: list[jax.Array], pool: jax.Array, packing: Packing) -> jax.Array:
+    """The same pool, once the signs of an earlier wave are known."""
+    # A sign that varies where the pool does not would make JAX believe that the replicas' updates differ.
+    signs = [sign for sign in signs if varying(sign) <= varying(pool).union(packing.shared)]
+    if not signs:
         return pool
-    return lax.dynamic_slice_in_dim(jnp.pad(pool, ((0, 1), (0, 0))), start, len(pool))
+    return lax.dynamic_slice_in_dim(jnp.pad(pool, ((0, 1), (0, 0))), jnp.minimum(sum(signs), 0), len(pool))
 
 
 def _view(plan: MeshPlan, domain: Domain) -> View:
@@ -182,10 +242,10 @@ def _share(pages: jax.Array, packing: Packing) -> tuple[jax.Array, Any]:
     """
     tables = packing.tables
     if not packing.shared:
-        return pages, _of_device(_chain(tables.compact, tables.back), packing.mesh_axes, packing.rows)
-    mine = _of_device(_of_device(tables.compact, packing.mesh_axes, packing.rows), packing.mesh_axes, packing.shared)
-    gathered = lax.all_gather(take_pages(pages, mine), packing.shared, axis=0, tiled=True)
-    return gathered, _of_device(tables.back, packing.mesh_axes, packing.rows)
+        return pages, _of_device(_chain(tables.compact, tables.back), packing, packing.rows)
+    mine = _of_device(_of_device(tables.compact, packing, packing.rows), packing, packing.shared)
+    gathered = _all_gather(take_pages(pages, mine), packing.shared)
+    return gathered.reshape(-1, packing.page), _of_device(tables.back, packing, packing.rows)
 
 
 def _chain(compact: np.ndarray, back: np.ndarray) -> np.ndarray:
@@ -193,8 +253,19 @@ def _chain(compact: np.ndarray, back: np.ndarray) -> np.ndarray:
     return np.take_along_axis(compact[:, 0], back, axis=1)
 
 
-def _of_device(table: Any, mesh_axes: MeshAxes, axes: tuple[str, ...]) -> Any:
-    """The part of a table, by its leading dimension, for this device's coordinate over `axes`; static if single."""
+def _of_device(table: Any, packing: Packing, axes: tuple[str, ...]) -> Any:
+    """The part of a table, by its leading dimension, for this device's coordinate over `axes`; static if single.
+
+    Axes along which a static table is the same are not asked for, so that JAX sees what is equal on all replicas.
+    """
+    if isinstance(table, np.ndarray):
+        rest, ways = table.shape[1:], [packing.ways((axis,)) for axis in axes]
+        grid = table.reshape(*ways, *rest)
+        for d in range(len(axes)):
+            if (grid == (first := grid.take([0], d))).all():
+                grid = first
+        axes = tuple(axis for axis, size in zip(axes, grid.shape, strict=False) if size > 1)
+        table = grid.reshape(-1, *rest)
     if not axes:
         return table[0]
     return jnp.asarray(table)[lax.axis_index(axes)]
@@ -226,7 +297,8 @@ def _program(
                 width = count * pages * p.page
                 places = []
                 for x in view.assemble(buffer[:, at : at + width], kind, count):
-                    key = (type(view), view.dtype, x.shape[1:])
+                    # What varies along different axes stays apart: each result has the type of its own buffer.
+                    key = (type(view), view.dtype, x.shape[1:], varying(buffer))
                     batch = batches.setdefault(key, [])
                     places.append((key, first := sum(len(b) for b in batch), first + len(x)))
                     batch.append(x)
@@ -243,5 +315,6 @@ def _program(
 def _fill(pieces: list[jax.Array], view: View, buffer: jax.Array) -> jax.Array:
     """The pieces side by side, padded to the capacity of the exchange."""
     used = sum(piece.shape[1] for piece in pieces)
-    filler = jnp.zeros((buffer.shape[0], view.packing.capacity * view.packing.page - used), view.returned)
+    width = view.packing.capacity * view.packing.page - used
+    filler = jnp.zeros_like(buffer, shape=(buffer.shape[0], width), dtype=view.returned)
     return jnp.concatenate([*pieces, filler], axis=1) if pieces else filler

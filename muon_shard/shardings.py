@@ -196,15 +196,10 @@ def whole(tree: Any, param_shardings: Shardings, where: str) -> Any:
         where,
         "seen from inside a shard_map",
         [_offence(path, leaf, reason) for (path, leaf), reason in zip(named, reasons, strict=True) if reason],
-        "Consider jax.shard_map over all axes with check_vma=False and param_shardings= (the in_specs of the "
-        "parameters), or calling it outside of shard_map.",
+        "Consider param_shardings= (the in_specs of the parameters, with the axes that are not Manual added), or "
+        "calling it outside of shard_map.",
     )
     return treedef.unflatten([_whole(leaf, entry) for (_, leaf), entry in zip(named, given, strict=True)])
-
-
-def is_manual(mesh: AnyMesh | None) -> bool:
-    """Whether every axis is Manual, as inside a `shard_map` of the user's."""
-    return mesh is not None and all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def _is_shard(leaf: Any) -> bool:
@@ -213,21 +208,37 @@ def _is_shard(leaf: Any) -> bool:
 
 def _why_not_whole(leaf: Any, entry: Any) -> str:
     """Why a local shard cannot be seen as a part of its leaf, in one sentence; '' if it can."""
-    if not is_manual(mesh_of(leaf)):
-        return f"only the axes {_axes(leaf, AxisType.Manual)} are Manual here"
+    manual = _axes(leaf, AxisType.Manual)
     if entry is None:
-        return f"axes {_axes(leaf, AxisType.Manual)} are Manual here, and a shard does not tell its global shape"
-    if getattr(getattr(jax.typeof(leaf), "manual_axis_type", None), "varying", ()):
-        return "shard_map checks what varies over which axes (check_vma), and devices run different programs here"
+        return f"axes {manual} are Manual here, and a shard does not tell its global shape"
+    entries = _entries(leaf, entry)
+    for axes in entries:
+        axes = [a for a in axes if jax.typeof(leaf).sharding.mesh.shape.get(a, 1) > 1]
+        if axes != sorted(axes, key=lambda a: a not in manual):
+            inner = [a for a in axes if a in manual]
+            return f"{inner} of {axes} are Manual here, so they cut it first, and its spec must name them first"
+    surplus = sorted(varying(leaf).intersection(manual).difference(*entries))
+    if surplus:
+        return f"it differs along {surplus}, which do not shard it: a gradient whose mean has not been taken?"
     return ""
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes along which JAX believes `x` to vary; empty where `shard_map` does not check that (check_vma)."""
+    return frozenset(getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", ()))
+
+
+def _entries(leaf: Any, entry: Any) -> tuple[tuple[str, ...], ...]:
+    """The axes that shard each dimension, by an entry of `param_shardings` that may yet turn out to be illegal."""
+    spec = getattr(concrete_sharding(entry) or entry, "spec", entry)
+    return spec_entries(spec if isinstance(spec, PartitionSpec) else (), leaf.ndim)
 
 
 def _whole(leaf: Any, entry: Any) -> jax.ShapeDtypeStruct:
     """A local shard with the shape of the leaf; whether its entry in `param_shardings` is legal is checked later."""
     sharding = jax.typeof(leaf).sharding
-    spec = getattr(concrete_sharding(entry) or entry, "spec", entry)
-    entries = spec_entries(spec if isinstance(spec, PartitionSpec) else (), leaf.ndim)
-    ways = [math.prod(sharding.mesh.shape.get(a, 1) for a in axes) for axes in entries]
+    manual = _axes(leaf, AxisType.Manual)
+    ways = [math.prod(sharding.mesh.shape[a] for a in axes if a in manual) for axes in _entries(leaf, entry)]
     shape = tuple(size * way for size, way in zip(leaf.shape, ways, strict=False))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 

@@ -22,16 +22,7 @@ from muon_shard.newton_schulz import coefficients, make_orthogonalizer, narrowed
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.planner import layouts, plan_meshes
-from muon_shard.shardings import (
-    Memory,
-    Placement,
-    Shardings,
-    concrete_sharding,
-    is_manual,
-    mesh_of,
-    place_leaves,
-    whole,
-)
+from muon_shard.shardings import Memory, Placement, Shardings, concrete_sharding, mesh_of, place_leaves, whole
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -90,8 +81,9 @@ def scale_by_muon(
             tree; `muon_shard.Blocks` for leaves that hold several matrices; None: every leaf is a matrix of rank 2.
         param_shardings: a pytree, prefix or callable of params of `NamedSharding`, `PartitionSpec`, arrays or
             `ShapeDtypeStruct`s. Needed only where shardings cannot be seen: on Auto mesh axes with `init` under jit or
-            under `optax.inject_hyperparams`, and inside a `shard_map` of one's own (over all axes, with
-            `check_vma=False`), where `update` sees local shards.
+            under `optax.inject_hyperparams`, and inside a `shard_map` of one's own, where `update` sees local shards:
+            there the in_specs of the parameters, with the axes that are not Manual added behind. Manual axes are used
+            as they are, with `check_vma` or without; take the mean of the gradients over replicas first.
         ns_dtype: dtype in which matrices travel and are orthogonalized, for example bfloat16 for half the bytes; None:
             the momentum's. State and updates keep their dtypes, Gram matrices are at least float32.
         orthogonalizer: a function [batch, m, n] → [batch, m, n], m ≤ n, to run in place of Newton–Schulz, or a
@@ -162,8 +154,6 @@ def scale_by_muon(
         outs = [jnp.zeros_like(x) if x.size == 0 else x for x in targets]  # empty leaves are in no plan
         states = [str(m.dtype) for m in treedef.flatten_up_to(old)]
         for mesh, indices, plan in plan_meshes(routes, placements, states, inner, out, run, plan_options):
-            # On axes that are Manual already the shards are local, as the body of our own shard_map would see them.
-            mesh = None if is_manual(mesh) else mesh
             done = execute(plan, mesh, [leaves[i].astype(inner[i]) for i in indices], (state.ns_coeffs, eps))
             for i, y in zip(indices, done, strict=True):
                 outs[i] = _onto(y.astype(targets[i].dtype), targets[i])

@@ -15,6 +15,8 @@ from muon_shard import hlo
 def collectives(text):
     found = {}
     for f in hlo.collectives(text):
+        if f.groups and all(len(group) == 1 for group in f.groups):
+            continue  # over one device nothing moves
         entry = found.setdefault(f.kind, {"count": 0, "bytes": 0})
         entry["count"] += f.count
         entry["bytes"] += f.count * f.bytes
@@ -154,6 +156,81 @@ def test_inside_a_users_shard_map_raises_by_name():
     )
     with pytest.raises(ValueError, match=r"inside a shard_map.*\n\* params\['w'\].*Manual"):
         jax.jit(inside)(params)
+
+
+def inside(case, **arguments):
+    """A step in a `shard_map` of one's own that checks what varies, as it does by default."""
+    specs = {name: leaf.spec for name, leaf in case.leaves.items()}
+    tx = muon_shard.scale_by_muon(weight_dimension_numbers=case.dims, param_shardings=specs, **arguments)
+    step = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
+    return jax.jit(jax.shard_map(step, mesh=case.make_mesh(), in_specs=(specs,), out_specs=specs))
+
+
+SMALL = Case(
+    {"replica": 2, "fsdp": 4, "single": 1},
+    {
+        "rows": Leaf((16, 32), P("fsdp", "single")),
+        "cols": Leaf((32, 16), P(None, "fsdp")),
+        "skinny": Leaf((8, 256), P(None, "fsdp")),
+        "whole": Leaf((16, 32)),
+        "both": Leaf((16, 8), P("replica", "fsdp")),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (SMALL, {}),
+        (SMALL, {"dedup_axes": (), "max_wave_bytes": 4096}),
+        (SMALL, {"transport": "gram"}),
+        (CASES["experts"], {"transport": "redundant"}),
+    ],
+    ids=["", "waves", "gram", "experts"],
+)
+def test_inside_a_checked_shard_map_nothing_else_is_done(case, options):
+    """Updates are those outside, and nothing more moves for what `shard_map` must know."""
+    case, options = muon_leaves(case), muon_shard.PlanOptions(**options)
+    params = case.put(case.host(), case.make_mesh())
+    plan = muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims, options=options)
+    compiled = inside(case, plan_options=options).lower(params).compile()
+    assert collectives(compiled.as_text()) == expected(plan)
+    tx = muon_shard.scale_by_muon(weight_dimension_numbers=case.dims, plan_options=options)
+    got, (want, _) = compiled(params), jax.jit(tx.update)(params, tx.init(params))
+    for leaf in params:
+        np.testing.assert_allclose(got[leaf], want[leaf], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "arguments"),
+    [(muon_leaves(case), {}) for case in CASES.values()]
+    + [(SMALL, {"preconditioning": "spectral"}), (SMALL, {"adaptive": True}), (SMALL, {"ns_dtype": "bfloat16"})]
+    + [
+        (SMALL, {"plan_options": muon_shard.PlanOptions(transport=name, dedup_axes=shared, max_programs=2)})
+        for name, shared in (("gather", "all"), ("ring", ()), ("redundant", "auto"))
+    ],
+    ids=[*CASES, "spectral", "adaptive", "bfloat16", "gather", "ring", "redundant"],
+)
+def test_inside_a_checked_shard_map_all_types_agree(case, arguments):
+    """Tracing is enough: it raises where a type is not what `shard_map` or a loop must have."""
+    structs = case.abstract(case.make_mesh())
+    got = jax.eval_shape(inside(case, **arguments), structs)
+    assert {name: x.shape for name, x in got.items()} == {name: x.shape for name, x in structs.items()}
+
+
+def test_inside_a_checked_shard_map_replicas_of_different_programs():
+    """Work is repeated over fsdp, by programs that put it at different places: equal, but nothing proves it."""
+    sharded = [(16, 16), (16, 32), (16, 16), (16, 32), (32, 16), (16, 8)]
+    leaves = {f"a{i}": Leaf(shape, P("fsdp")) for i, shape in enumerate(sharded)}
+    case = Case(
+        {"replica": 2, "fsdp": 4},
+        leaves | {f"b{i}": Leaf(shape) for i, shape in enumerate([(8, 16), (8, 16), (16, 16)])},
+    )
+    params = case.put(case.host(), case.make_mesh())
+    options = {"max_programs": 2, "dedup_axes": ("replica",)}
+    with pytest.raises(ValueError, match=r"(?s)3 leaves.*\n\* params\['b0'\].*over \['fsdp'\].*dedup_axes='all'"):
+        inside(case, plan_options=muon_shard.PlanOptions(**options))(params)
+    inside(case, plan_options=muon_shard.PlanOptions(**options | {"dedup_axes": "all"})).lower(params)
 
 
 def test_vmap_over_the_update():

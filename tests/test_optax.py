@@ -235,36 +235,128 @@ def test_gradient_through_a_checkpointed_step():
     assert_close(got, want, jax.tree.map(np.zeros_like, want))
 
 
-@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
-def test_inside_a_users_shard_map(axis_type):
-    """A hand-written train step: shards are local, the gradients' mean over replicas is the user's own."""
-    tx, params, g = MAKES["ours"](0.1), put(HOST[0], axis_type), put(HOST[1], axis_type)
-    state = tx.init(params)
-    specs = jax.tree.map(lambda s: s.spec, muon_shard.opt_state_shardings(tx, params))
-
-    def step(params, state, g):
-        return one_step(tx)(params, state, jax.lax.pmean(g, "replica"))
-
-    mesh, inout = params["w"].sharding.mesh, (SPECS, specs)
-    tx = MAKES["ours"](0.1, param_shardings=SPECS if axis_type == "auto" else params)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(*inout, SPECS), out_specs=inout, check_vma=False)
-    got, _ = jax.jit(mapped)(params, state, g)
-    assert_close(got, one_step(MAKES["optax"](0.1))(HOST[0], MAKES["optax"](0.1).init(HOST[0]), HOST[1])[0])
+def of_axes(tree, axes):
+    """Specs without all other axes: what a `shard_map` over these axes alone is told."""
+    kept = lambda spec: P(*(e if e in axes else None for e in spec))  # noqa: E731
+    return jax.tree.map(kept, tree, is_leaf=lambda x: isinstance(x, P))
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("manual", "axis_type", "check_vma"),
     [
-        ({"check_vma": False}, "does not tell its global shape"),
-        ({"check_vma": False, "given": SPECS, "axis_names": {"fsdp"}}, r"only the axes \['fsdp'\] are Manual"),
-        ({"given": SPECS}, "check_vma"),
+        (("replica", "fsdp"), "auto", True),
+        (("replica", "fsdp"), "explicit", False),
+        (("fsdp",), "auto", True),
+        (("fsdp",), "explicit", False),
+        (("replica",), "auto", False),
+        (("replica",), "explicit", True),
     ],
 )
-def test_inside_a_users_shard_map_says_what_is_missing(options, reason):
-    options = dict(options)
-    tx, params = MAKES["ours"](0.1, param_shardings=options.pop("given", None)), put(HOST[0])
-    inside = jax.shard_map(tx.init, mesh=params["w"].sharding.mesh, in_specs=(SPECS,), out_specs=P(), **options)
-    with pytest.raises(ValueError, match=rf"(?s)inside a shard_map.*\n\* params\['table'\].*\[8,16\]: .*{reason}"):
+def test_inside_a_users_shard_map(manual, axis_type, check_vma):
+    """A hand-written train step: shards are local, the gradients' mean over replicas is the user's own."""
+    tx, params, grads = MAKES["ours"](0.1), put(HOST[0], axis_type), [put(g, axis_type) for g in HOST[1:3]]
+    state = tx.init(params)
+    specs = jax.tree.map(lambda s: s.spec, muon_shard.opt_state_shardings(tx, params))
+
+    def steps(params, state, grads):
+        def body(carry, g):
+            g = jax.lax.pmean(g, "replica") if "replica" in manual else g
+            return one_step(tx)(*carry, g), None
+
+        stacked = jax.tree.map(lambda *g: jnp.stack(g), *grads)
+        return jax.lax.scan(body, (params, state), stacked)[0]  # raises where a type changes
+
+    mesh, given, inout = params["w"].sharding.mesh, of_axes(SPECS, manual), of_axes((SPECS, specs), manual)
+    tx = MAKES["ours"](0.1, param_shardings=SPECS if axis_type == "auto" else params)
+    mapped = jax.shard_map(
+        steps,
+        mesh=mesh,
+        in_specs=(*inout, [given] * 2),
+        out_specs=inout,
+        axis_names=set(manual),
+        check_vma=check_vma,
+    )
+    got, _ = jax.jit(mapped)(params, state, grads)
+    assert_close(got, train(MAKES["optax"](0.1), HOST[0], HOST[1:3])[0])
+
+
+def test_state_made_inside_a_users_shard_map():
+    """No parameter outside: what `init` makes of local shards is what `update` returns."""
+    tx = MAKES["ours"](0.1, param_shardings=SPECS)
+
+    def steps(params, g):
+        body = lambda carry, _: (one_step(tx)(*carry, g), None)  # noqa: E731
+        return jax.lax.scan(body, (params, tx.init(params)), length=2)[0][0]
+
+    params, g = put(HOST[0]), put(HOST[1])
+    mapped = jax.shard_map(steps, mesh=params["w"].sharding.mesh, in_specs=(SPECS, SPECS), out_specs=SPECS)
+    assert_close(jax.jit(mapped)(params, g), train(MAKES["optax"](0.1), HOST[0], [HOST[1]] * 2)[0])
+
+
+@pytest.mark.parametrize(
+    ("manual", "check_vma"),
+    [
+        (("fsdp",), True),
+        pytest.param(("fsdp",), False, marks=pytest.mark.slow),
+        pytest.param(("replica", "fsdp"), True, marks=pytest.mark.slow),
+    ],
+)
+def test_gradient_inside_a_users_shard_map(manual, check_vma):
+    host, weights = ({"w": tree["w"]} for tree in HOST[:2])
+    specs, mesh = {"w": SPECS["w"]}, CASE.make_mesh()
+    tx, given = muon_shard.scale_by_muon(param_shardings=specs), of_axes(specs, manual)
+    mapped = jax.shard_map(
+        lambda g: tx.update(g, tx.init(g))[0],
+        mesh=mesh,
+        in_specs=(given,),
+        out_specs=given,
+        axis_names=set(manual),
+        check_vma=check_vma,
+    )
+    alone = muon_shard.scale_by_muon()
+    got, want = (
+        jax.jit(jax.grad(lambda g, update=update: jnp.sum(update(g)["w"] * weights["w"])))(g)["w"]
+        for update, g in (
+            (mapped, {"w": put(HOST[0])["w"]}),
+            (lambda g: alone.update(g, alone.init(g))[0], host),
+        )
+    )
+    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("axis_names", [{"fsdp"}, {"replica", "fsdp"}])
+def test_inside_a_users_shard_map_global_shapes_must_be_given(axis_names):
+    tx, params = MAKES["ours"](0.1, param_shardings=None), put(HOST[0])
+    specs = of_axes(SPECS, axis_names)
+    inside = jax.shard_map(
+        tx.init, mesh=params["w"].sharding.mesh, in_specs=(specs,), out_specs=P(), axis_names=axis_names
+    )
+    reason = r"(?s)inside a shard_map.*\n\* params\['table'\].*\[8,16\]: .*does not tell its global.*\n\* params\['v'\]"
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(inside, params)
+
+
+def test_inside_a_users_shard_map_gradients_must_be_equal_on_replicas():
+    tx, params = MAKES["ours"](0.1, param_shardings=SPECS), put(HOST[0])
+
+    def step(params, x):  # every replica has its own data, and no mean is taken
+        g = jax.tree.map(lambda p: p * x.sum(), params)
+        return one_step(tx)(params, tx.init(params), g)[0]
+
+    mapped = jax.shard_map(step, mesh=params["w"].sharding.mesh, in_specs=(SPECS, P("replica")), out_specs=SPECS)
+    with pytest.raises(
+        ValueError, match=r"(?s)inside a shard_map.*\n\* params\['v'\].*differs along \['replica'\].*mean"
+    ):
+        jax.eval_shape(mapped, params, jnp.ones(2))
+
+
+def test_inside_a_users_shard_map_manual_axes_cut_first():
+    params = {"w": put(HOST[0])["w"]}
+    tx = muon_shard.muon(0.1, param_shardings={"w": P(("replica", "fsdp"))})
+    inside = jax.shard_map(
+        tx.init, mesh=params["w"].sharding.mesh, in_specs=P("fsdp"), out_specs=P(), axis_names={"fsdp"}
+    )
+    with pytest.raises(ValueError, match=r"\* params\['w'\].*\['fsdp'\] of \['replica', 'fsdp'\] are Manual.*first"):
         jax.eval_shape(inside, params)
 
 
