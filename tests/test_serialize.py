@@ -169,7 +169,7 @@ DOMAIN = ("plan", "parts", 0, "waves", 0, "domains", 0)
         ({"balance": 1.0}, "the exact record, 'plan', is missing"),
         ({"plan": []}, "plan: it has no 'version'"),
         (changed("plan", "version"), "plan: it has no 'version'"),
-        (changed("plan", "version", to=99), "it has version 99, this muon_shard reads version 2; make the plan anew"),
+        (changed("plan", "version", to=99), "it has version 99, this muon_shard reads version 3; make the plan anew"),
         (changed("plan", "layouts"), "plan: the list 'layouts' is missing"),
         (changed("plan", "parts"), "plan: Plan with missing 'parts'"),
         (changed("plan", "waves", to=2), "plan: Plan with unknown 'waves'"),
