@@ -83,7 +83,6 @@ FUSED = {
     "odd": Case(
         {"x": 8},
         {
-            "whole": Leaf((24, 16), P("x"), Blocks(1, (16,))),
             "whole_head": Leaf((24, 16), P("x"), Blocks(1, 16)),
             "vector": Leaf((16, 24), P("x"), Blocks(1, (23, 1))),
             "vectors": Leaf((3, 8), P(None, "x"), Blocks(0, 1)),
@@ -188,9 +187,7 @@ def only(case, *names):
 
 
 AXIS_TYPES = [
-    (name, kind)
-    if kind == "auto" or (name, kind) == ("across", "explicit")
-    else pytest.param(name, kind, marks=pytest.mark.slow)
+    pytest.param(name, kind, marks=() if kind == ("explicit" if name == "across" else "auto") else pytest.mark.slow)
     for name in FUSED
     for kind in ("auto", "explicit", "mixed")
 ]
