@@ -111,15 +111,16 @@ class Layout:
     def over_replicas(self) -> "Layout":
         """The layout with every free axis that fits as the minor part of a dimension, so that replicas hold parts.
 
-        An axis fits where it divides what each device holds: a batch dimension rather than the matrix, and the longest.
-        Large axes choose first. One that fits nowhere stays free.
+        An axis fits where it divides what each device holds: best on a dimension that is cut already, then on a batch
+        dimension, then on the longest. Large axes choose first. One that fits nowhere stays free.
         """
         local, spec = list(self.local_shape), list(self.spec)
         for axis in sorted(self.free, key=lambda a: -self.sizes[a]):
             size = self.sizes[axis]
             fitting = [d for d, length in enumerate(local) if length and length % size == 0]
             if fitting:
-                d = min(fitting, key=lambda d: (d not in self.batch, -local[d]))
+                # Along one dimension XLA scatters the sum of gradients at once; along two it may sum all of it.
+                d = min(fitting, key=lambda d: (not spec[d], d not in self.batch, -local[d]))
                 local[d] //= size
                 spec[d] += (axis,)
         return dataclasses.replace(self, spec=tuple(spec))
