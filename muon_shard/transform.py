@@ -28,6 +28,7 @@ from muon_shard.shardings import (
     is_manual,
     mesh_of,
     place_leaves,
+    place_quietly,
     whole,
 )
 
@@ -128,7 +129,7 @@ def scale_by_muon(
         memory.remember(params)
         rows = coefficients(ns_coeffs, ns_steps)
         if over_replicas:
-            placements = place_leaves(params, param_shardings, memory, where)
+            placements = place_quietly(params, param_shardings, memory, where)
             lying = homes(routes, placements, jax.tree.structure(params))
             mu = jax.tree.map(lambda home, p: home.zeros(p, mu_dtype), lying, params)
         else:
