@@ -90,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="replicas that share work: %(default)s, all, or axes such as replica,pod",
     )
+    plan.add_argument(
+        "--momentum-sharding", default="params", help="where the momentum lies: %(default)s, or replicas for 1/R of it"
+    )
     plan.add_argument("--ns-method", default="auto", help="%(default)s, direct or gram")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=_plan)
@@ -174,6 +177,7 @@ def _plan(args: argparse.Namespace) -> int:
             dedup_axes=args.dedup_axes,
             ns_method=args.ns_method,
             max_programs=args.max_programs,
+            momentum_sharding=args.momentum_sharding,
         ),
         ns_steps=args.ns_steps,
         muon_weight_dimension_numbers=labels.by_path,

@@ -162,8 +162,8 @@ class Layout:
     def spec_over_replicas(self) -> tuple[tuple[str, ...], ...]:
         """The leaf's spec with every free axis that fits as the minor part of a dimension, so that replicas hold parts.
 
-        An axis fits where it divides what each device holds: a batch dimension rather than the matrix, and the longest.
-        Large axes choose first. One that fits nowhere stays free.
+        An axis fits where it divides what each device holds: best on a dimension that is cut already, then on a batch
+        dimension, then on the longest. Large axes choose first. One that fits nowhere stays free.
         """
         local, spec = list(self.leaf_local_shape), list(self.leaf_spec)
         of_matrix = [not set(dims) <= set(self.batch) for dims in self._leaf_axes]
@@ -171,7 +171,8 @@ class Layout:
             size = self.sizes[axis]
             fitting = [d for d, length in enumerate(local) if length and length % size == 0]
             if fitting:
-                d = min(fitting, key=lambda d: (of_matrix[d], -local[d]))
+                # Along one dimension XLA scatters the sum of gradients at once; along two it may sum all of it.
+                d = min(fitting, key=lambda d: (not spec[d], of_matrix[d], -local[d]))
                 local[d] //= size
                 spec[d] += (axis,)
         return tuple(spec)

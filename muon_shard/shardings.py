@@ -140,7 +140,21 @@ def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
 
 
 def place_leaves(tree: Any, param_shardings: Shardings, memory: Memory, where: str) -> list[Placement]:
-    """One placement per leaf of `tree`.
+    """One placement per leaf of `tree`, with one warning, ever, when some had to be assumed.
+
+    Raises:
+        ValueError: listing every leaf whose given spec is illegal, or naming a tree that does not match.
+    """
+    placements = place_quietly(tree, param_shardings, memory, where)
+    named, _ = flatten_with_paths(tree)
+    unknown = [path for (path, _), placement in zip(named, placements, strict=True) if placement.source == ASSUMED]
+    if unknown:
+        memory.warn_once(unknown)
+    return placements
+
+
+def place_quietly(tree: Any, param_shardings: Shardings, memory: Memory, where: str) -> list[Placement]:
+    """`place_leaves` without the warning: for `init`, which may be traced only for its shapes.
 
     Raises:
         ValueError: listing every leaf whose given spec is illegal, or naming a tree that does not match.
@@ -154,7 +168,7 @@ def place_leaves(tree: Any, param_shardings: Shardings, memory: Memory, where: s
         [_offence(path, leaf, "its axes are Manual here") for path, leaf in named if _is_shard(leaf)],
         "Consider calling it outside of shard_map, where shapes are global.",
     )
-    placements, offences, unknown = [], [], []
+    placements, offences = [], []
     for (path, leaf), entry, spec in zip(named, given, annotated, strict=True):
         placement = _from_given(leaf, entry) if entry is not None else _from_leaf(path, leaf, memory, spec)
         if isinstance(placement, str):
@@ -163,8 +177,6 @@ def place_leaves(tree: Any, param_shardings: Shardings, memory: Memory, where: s
         reason = why_illegal(leaf.shape, placement.spec, placement.mesh_axes)
         if reason:
             offences.append(Offence(path, reason, leaf.shape, str(leaf.dtype), placement.partition_spec))
-        if placement.source == ASSUMED:
-            unknown.append(path)
         placements.append(placement)
     raise_for_leaves(
         where,
@@ -173,8 +185,6 @@ def place_leaves(tree: Any, param_shardings: Shardings, memory: Memory, where: s
         "Consider correcting param_shardings= for these leaves.",
     )
     _require_coherent_meshes(named, placements, where)
-    if unknown:
-        memory.warn_once(unknown)
     return placements
 
 

@@ -22,7 +22,16 @@ from muon_shard.newton_schulz import coefficients, make_orthogonalizer, narrowed
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.planner import layouts, plan_meshes
-from muon_shard.shardings import Memory, Placement, Shardings, concrete_sharding, mesh_of, place_leaves, whole
+from muon_shard.shardings import (
+    Memory,
+    Placement,
+    Shardings,
+    concrete_sharding,
+    mesh_of,
+    place_leaves,
+    place_quietly,
+    whole,
+)
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -122,7 +131,7 @@ def scale_by_muon(
         memory.remember(params)
         rows = coefficients(ns_coeffs, ns_steps)
         if over_replicas:
-            placements = place_leaves(params, param_shardings, memory, where)
+            placements = place_quietly(params, param_shardings, memory, where)
             lying = homes(routes, placements, jax.tree.structure(params))
             mu = jax.tree.map(lambda home, p: home.zeros(p, mu_dtype), lying, params)
         else:

@@ -24,6 +24,7 @@ CASES = {
     name: Case(mesh, {"up": Leaf((16, 32), up), "down": Leaf((32, 16), down), "bias": Leaf((32,), bias, None)})
     for name, (mesh, up, down, bias) in CUTS.items()
 }
+OVER_REPLICAS = ", over replicas"
 X = np.random.default_rng(1).standard_normal((64, 16)).astype(np.float32)
 
 
@@ -31,8 +32,9 @@ def place(name):
     """The transformation and what puts host arrays where it works: 'optax' is on one device, without a mesh."""
     if name == "optax":
         return optax.contrib.muon(0.02), lambda host: jax.tree.map(jnp.asarray, host)
-    case = CASES[name]
-    return muon_shard.muon(0.02), lambda host: case.put(host, case.make_mesh())
+    case, over_replicas = CASES[name.removesuffix(OVER_REPLICAS)], name.endswith(OVER_REPLICAS)
+    options = muon_shard.PlanOptions(momentum_sharding="replicas" if over_replicas else "params")
+    return muon_shard.muon(0.02, plan_options=options), lambda host: case.put(host, case.make_mesh())
 
 
 def loss_of(params):
@@ -82,6 +84,10 @@ def target(name):
         ("replica2_fsdp4", "one_device"),
         ("replica2_fsdp4", "optax"),
         ("optax", "replica2_fsdp4"),
+        ("replica2_fsdp4", "replica2_fsdp4" + OVER_REPLICAS),
+        ("replica2_fsdp4" + OVER_REPLICAS, "replica2_fsdp4"),
+        ("replica2_fsdp4" + OVER_REPLICAS, "three_axes" + OVER_REPLICAS),
+        ("replica2_fsdp4" + OVER_REPLICAS, "optax"),
     ],
 )
 def test_training_goes_on(saved, restored, tmp_path, recwarn):

@@ -52,6 +52,28 @@ def test_axes_have_roles():
     assert (layout.count, layout.matrices, layout.kind.shape, layout.kind.block) == (6, 12, (16, 8), (4, 8))
 
 
+@pytest.mark.parametrize(
+    ("shape", "spec", "text"),
+    [
+        ((32, 6), P("fsdp", "tensor"), "G[M_fsdp+replica, N_tensor]"),
+        ((4, 6), P("fsdp", "tensor"), "G[M_fsdp, N_tensor] over {replica}"),  # 2 divides neither 1 nor 3
+        ((4, 8), P("fsdp", "one"), "G[M_fsdp, N_replica+tensor]"),
+        ((6, 8), P(), "G[M_tensor, N_fsdp+replica]"),  # the large axis first, on the long side
+        ((2, 8, 8), P(None, "fsdp"), "G[E_tensor, M_fsdp+replica, N]"),
+        ((16, 8, 8), P(), "G[E_fsdp+replica+tensor, M, N]"),
+        ((16, 64, 8), P("tensor", "fsdp"), "G[E_tensor+replica, M_fsdp, N]"),
+        ((8, 0), P("fsdp"), "G[M_fsdp+replica, N] over {tensor}"),
+        ((1, 1), P(), "G[M, N] over {replica, fsdp, tensor}"),
+    ],
+)
+def test_over_replicas(shape, spec, text):
+    rank = len(shape)
+    layout = make_layout(shape, spec, (rank - 2,), (rank - 1,), MESH)
+    over = layout.over_replicas()
+    assert str(over) == text and over.over_replicas() == over
+    assert all(more[: len(axes)] == axes for more, axes in zip(over.spec, layout.spec, strict=True))  # the minor part
+
+
 def test_orientation_is_canonical():
     tall, wide = (make_layout(s, P(), (0,), (1,), ()) for s in ((8, 4), (4, 8)))
     assert tall.kind.canonical == wide.kind.canonical == (4, 8)

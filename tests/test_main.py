@@ -45,6 +45,15 @@ def test_plan_prints_json(capsys):
     assert plan["devices"] == 16
 
 
+def test_plan_of_momentum_over_replicas(capsys):
+    asked = ["plan", "--model", "smollm2-135m", "--mesh", "replica=2,fsdp=4", "--json", "--momentum-sharding"]
+    assert main([*asked, "replicas"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["momentum_bytes"] == plan["momentum_bytes_by_sharding"]["replicas"] > 0
+    assert plan["momentum_bytes_by_sharding"]["params"] == 2 * plan["momentum_bytes"]
+    assert main([*asked, "devices"]) == 2 and "momentum_sharding must be" in capsys.readouterr().err
+
+
 def test_plan_prints_a_table_of_100_columns(capsys):
     assert main(["plan", "--model", "deepseek-v3", "--mesh", "replica=2,fsdp=64"]) == 0
     out = capsys.readouterr().out
