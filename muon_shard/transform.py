@@ -15,10 +15,10 @@ from optax.contrib import MuonState
 from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.execute import execute, reshard_typed
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route, warn_of_doubts
-from muon_shard.newton_schulz import coefficients, make_orthogonalizer, narrowed
+from muon_shard.newton_schulz import coefficients, make_orthogonalizer
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
-from muon_shard.planner import plan_meshes
+from muon_shard.planner import inner_dtypes, plan_meshes
 from muon_shard.shardings import Memory, Shardings, concrete_sharding, mesh_of, place_leaves, whole
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
@@ -129,7 +129,7 @@ def scale_by_muon(
         placements = place_leaves(where, param_shardings, memory, "muon")
         leaves, treedef = jax.tree.flatten(mu_hat)
         targets = treedef.flatten_up_to(like)
-        inner = [narrowed(x.dtype, ns_dtype) for x in leaves]
+        inner = inner_dtypes(routes, [str(x.dtype) for x in leaves], ns_dtype, "muon")
         out = inner if ns_dtype is not None else [str(x.dtype) for x in targets]
         outs = [jnp.zeros_like(x) if x.size == 0 else x for x in targets]  # empty leaves are in no plan
         for mesh, indices, plan in plan_meshes(routes, placements, inner, out, run, plan_options):
@@ -268,9 +268,11 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         ],
         "Consider jax.device_put, or ShapeDtypeStructs that carry a sharding.",
     )
-    # Closed over, not traced: so ours also remembers the shardings, and a jitted init needs no other hint.
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-    state = jax.eval_shape(lambda: tx.init(structs))
+    try:  # closed over, not traced: so ours also remembers the shardings, and a jitted init needs no other hint
+        state = jax.eval_shape(lambda: tx.init(structs))
+    except TypeError:  # some (schedule_free, inject_hyperparams) compute with the parameters, and must be traced
+        state = jax.eval_shape(tx.init, structs)
     meshes = list(dict.fromkeys(leaf.sharding.mesh for _, leaf in named))
     rest = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
