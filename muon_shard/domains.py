@@ -14,6 +14,7 @@ from muon_shard.newton_schulz.products import is_narrow
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.plan import PlannedLeaf, itemsize
+from muon_shard.shardings import partition_spec
 from muon_shard.topology import Topology
 from muon_shard.transports import TRANSPORTS, Gram
 
@@ -30,8 +31,9 @@ def group(
     Skinny matrices stand apart from the others they could travel with where their Gram matrices travel instead.
 
     Raises:
-        ValueError: listing the domains for which a pinned option cannot be met, or axes the mesh does not have.
+        ValueError: listing the leaves for which a pinned option cannot be met, or axes the mesh does not have.
     """
+    _require_work(leaves, orthogonalizer)
     asked = mesh_axes, orthogonalizer, topology, options
     apart: set[int] = set()
     if options.transport == Gram.name:
@@ -44,6 +46,27 @@ def group(
                 apart |= skinny & set(members)
     groups = _group(leaves, apart)
     return groups, _choices(leaves, groups, *asked)
+
+
+def _require_work(leaves: Sequence[PlannedLeaf], orthogonalizer: Orthogonalizer) -> None:
+    """Raises a `ValueError` that lists all leaves that the orthogonalizer cannot serve, and why."""
+    reasons = {}
+    for shape, dtype in {(leaf.layout.kind.canonical, leaf.dtype) for leaf in leaves}:
+        try:
+            orthogonalizer.work(*shape, dtype)
+        except ValueError as error:
+            reasons[shape, dtype] = str(error)
+    kinds = [(leaf.layout.kind.canonical, leaf.dtype) for leaf in leaves]
+    raise_for_leaves(
+        "PlanOptions",
+        "cannot be orthogonalized as asked",
+        [_offence(leaf, reasons[kind]) for leaf, kind in zip(leaves, kinds, strict=True) if kind in reasons],
+        "Consider ns_method='auto', or other ns_coeffs=.",
+    )
+
+
+def _offence(leaf: PlannedLeaf, reason: str) -> Offence:
+    return Offence(leaf.path, reason, leaf.layout.leaf_shape, leaf.dtype, partition_spec(leaf.layout.leaf_spec))
 
 
 def _is_skinny(layout: Layout) -> bool:
@@ -97,7 +120,7 @@ def _choices(
         )
         choice = choose(question, topology, rate(first.dtype, topology), options)
         if isinstance(choice, str):
-            offences.append(Offence(first.path, choice, layout.leaf_shape, first.dtype))
+            offences += [_offence(leaves[i], choice) for i in members]
         else:
             found.append(choice)
     raise_for_leaves("PlanOptions", "cannot travel as asked", offences, "Consider transport='auto'.")

@@ -13,9 +13,10 @@ import numpy as np
 from muon_shard import assign, domains, gram_space, programs, waves
 from muon_shard.choose import Choice, is_worthwhile
 from muon_shard.cost import choose_page
+from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route
 from muon_shard.layout import Kind, Layout, MeshAxes, make_layout
-from muon_shard.newton_schulz import make_orthogonalizer, narrowed
+from muon_shard.newton_schulz import make_orthogonalizer, narrowed, why_not_narrowed
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.packing import Packing, device_index
@@ -65,11 +66,30 @@ def make_plan(
     routes = route(params, muon_weight_dimension_numbers, "make_plan")
     require_matrices(routes, "make_plan")
     placements = place_leaves(params, param_shardings, Memory(), "make_plan")
-    dtypes = [narrowed(r.dtype, ns_dtype) if r.label == "muon" else r.dtype for r in routes]
+    dtypes = inner_dtypes(routes, [r.dtype for r in routes], ns_dtype, "make_plan")
     state_dtypes = [r.dtype if mu_dtype is None else str(jnp.dtype(mu_dtype)) for r in routes]
     runs = make_orthogonalizer(orthogonalizer, ns_coeffs, ns_steps, method=options.ns_method)
     parts = plan_meshes(routes, placements, state_dtypes, dtypes, dtypes, runs, options)
     return Plan(tuple(plan for _, _, plan in parts), tuple(routes))
+
+
+def inner_dtypes(
+    routes: Sequence[Route], dtypes: Sequence[str], ns_dtype: jax.typing.DTypeLike | None, where: str
+) -> list[str]:
+    """The dtype in which each Muon leaf is orthogonalized; of others their own.
+
+    Raises:
+        ValueError: listing the leaves that cannot be in `ns_dtype`.
+    """
+    asked = [ns_dtype if r.label == "muon" else None for r in routes]
+    reasons = [why_not_narrowed(*each) for each in zip(dtypes, asked, strict=True)]
+    raise_for_leaves(
+        where,
+        "cannot be orthogonalized in ns_dtype",
+        [Offence(r.path, why, r.shape, dtype) for r, why, dtype in zip(routes, reasons, dtypes, strict=True) if why],
+        "Consider ns_dtype=None, or a transformation of their own for these leaves.",
+    )
+    return [narrowed(*each) for each in zip(dtypes, asked, strict=True)]
 
 
 def plan_meshes(

@@ -18,10 +18,10 @@ from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.execute import execute, reshard_typed
 from muon_shard.labels import DimensionNumbers, Route, require_matrices, route, warn_of_doubts
 from muon_shard.momentum import Asking, Home
-from muon_shard.newton_schulz import coefficients, make_orthogonalizer, narrowed
+from muon_shard.newton_schulz import coefficients, make_orthogonalizer
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
-from muon_shard.planner import layouts, plan_meshes
+from muon_shard.planner import inner_dtypes, layouts, plan_meshes
 from muon_shard.shardings import (
     Memory,
     Placement,
@@ -158,7 +158,7 @@ def scale_by_muon(
         mu_hat = jax.tree.map(lambda g, m: _bias_corrected(g, m, beta, count, nesterov), grads, mu)
         leaves, treedef = jax.tree.flatten(mu_hat)
         targets = treedef.flatten_up_to(like)
-        inner = [narrowed(x.dtype, ns_dtype) for x in leaves]
+        inner = inner_dtypes(routes, [str(x.dtype) for x in leaves], ns_dtype, "muon")
         out = inner if ns_dtype is not None else [str(x.dtype) for x in targets]
         outs = [jnp.zeros_like(x) if x.size == 0 else x for x in targets]  # empty leaves are in no plan
         states = [str(m.dtype) for m in treedef.flatten_up_to(old)]
@@ -303,7 +303,6 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         ],
         "Consider jax.device_put, or ShapeDtypeStructs that carry a sharding.",
     )
-    # Closed over, not traced: so ours also remembers the shardings, and a jitted init needs no other hint.
     told: list[Any] = []
     structs = jax.tree.map(lambda x: Asking(x, told), params)
 
@@ -314,7 +313,12 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         return state
 
     shardings: list[NamedSharding | None] = []
-    shapes, treedef = jax.tree.flatten(jax.eval_shape(init))
+    try:  # closed over, not traced: so ours also remembers the shardings, and a jitted init needs no other hint
+        shapes, treedef = jax.tree.flatten(jax.eval_shape(init))
+    except TypeError:  # some (schedule_free, inject_hyperparams) compute with the parameters, and must be traced
+        plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        shapes, treedef = jax.tree.flatten(jax.eval_shape(tx.init, plain))
+        shardings = [None] * len(shapes)
     state = treedef.unflatten(
         [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(shapes, shardings, strict=True)]
     )

@@ -104,6 +104,22 @@ def test_wrappers(name, axis_type):
     assert jax.tree.structure(state) == jax.tree.structure(like)
 
 
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_opt_state_shardings_need_no_device(name, axis_type):
+    """From structs on an abstract mesh: where an eager init would put the moments."""
+    mesh, tx = CASE.make_mesh(axis_type), WRAPPERS[name](MAKES["ours"])
+    got = muon_shard.opt_state_shardings(tx, CASE.abstract(mesh.abstract_mesh))
+    state = tx.init(put(HOST[0], axis_type))
+    assert jax.tree.structure(got) == jax.tree.structure(state)
+    moments = 0
+    for sharding, x in zip(*map(jax.tree.leaves, (got, state)), strict=True):
+        want = x.sharding.spec if isinstance(x.sharding, jax.sharding.NamedSharding) else P()
+        assert sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh.abstract_mesh, want), x.ndim)
+        moments += x.ndim == 2 and any(want)
+    assert moments >= 2
+
+
 def test_lookahead():
     results = []
     for make, place in ((MAKES["ours"], put), (MAKES["optax"], lambda x: x)):
@@ -133,7 +149,10 @@ def test_injected_without_shardings_says_what_helps():
     params = {"w": put(HOST[0])["w"]}
     state = tx.init(params)
     with pytest.warns(UserWarning, match=r"inject_hyperparams.*param_shardings="):
-        jax.jit(tx.update)(params, state, params)
+        got, _ = jax.jit(tx.update)(params, state, params)
+    host, theirs = {"w": HOST[0]["w"]}, optax.contrib.muon(0.1)
+    want, _ = theirs.update(host, theirs.init(host), host)
+    assert_close(got, want, {"w": 0})  # no result is wrong for it
 
 
 def test_static_arguments_are_all_that_are_no_numbers():

@@ -1,4 +1,5 @@
 import json
+import re
 
 import jax
 import numpy as np
@@ -172,6 +173,7 @@ def test_bad_leaves_are_listed(params, arguments, message):
 
 
 MESH = AbstractMesh((2, 4), ("replica", "fsdp"))
+CONCRETE = jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +199,50 @@ def test_bad_shardings_are_listed(given, message):
     params = {"w": jax.ShapeDtypeStruct((8, 6), "float32", sharding=NamedSharding(MESH, P()))}
     with pytest.raises(ValueError, match=message):
         muon_shard.make_plan(params, param_shardings=given)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "problem", "reason"),
+    [
+        (
+            "float32",
+            {"ns_dtype": "complex64"},
+            "cannot be orthogonalized in ns_dtype",
+            "ns_dtype=complex64 is complex and float32 matrices are real",
+        ),
+        (
+            "complex64",
+            {"ns_dtype": "bfloat16"},
+            "cannot be orthogonalized in ns_dtype",
+            "would drop the imaginary part of complex64 matrices",
+        ),
+        (
+            "float32",
+            {"ns_coeffs": (1e4, 0.0, 0.0), "options": muon_shard.PlanOptions(ns_method="gram")},
+            "cannot be orthogonalized as asked",
+            "method='gram' has no safe form here",
+        ),
+        (
+            "float32",
+            {"options": muon_shard.PlanOptions(transport="two_hops")},
+            "cannot travel as asked",
+            "transport='two_hops' cannot serve it",
+        ),
+    ],
+    ids=["real", "complex", "gram", "transport"],
+)
+def test_all_leaves_an_option_cannot_serve_are_listed(dtype, arguments, problem, reason):
+    put = lambda shape: jax.device_put(np.ones(shape, dtype), NamedSharding(CONCRETE, P("fsdp")))  # noqa: E731
+    params = {"v": put((16, 6)), "w": put((8, 6))}
+    line = r"\n\* params\['{}'\] of shape " + dtype + r"\[{},6\].*: .*" + re.escape(reason) + ".*"
+    message = rf"2 leaves {problem}\." + line.format("v", 16) + line.format("w", 8) + r"\nConsider"
+    with pytest.raises(ValueError, match=message):
+        muon_shard.make_plan(params, **arguments)
+    arguments = dict(arguments)
+    tx = muon_shard.muon(0.1, plan_options=arguments.pop("options", muon_shard.PlanOptions()), **arguments)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(tx.update, params, state, params)
 
 
 def test_a_bare_spec_needs_a_mesh():

@@ -182,17 +182,29 @@ def narrowed(dtype: jax.typing.DTypeLike, ns_dtype: jax.typing.DTypeLike | None)
     """The dtype in which matrices of `dtype` are orthogonalized.
 
     Raises:
-        ValueError: `ns_dtype` is no float, or drops the imaginary part.
+        ValueError: `ns_dtype` is no float, or cannot serve; see `why_not_narrowed`.
+    """
+    if reason := why_not_narrowed(dtype, ns_dtype):
+        raise ValueError(f"{reason}.")
+    return str(jnp.dtype(dtype if ns_dtype is None else ns_dtype))
+
+
+def why_not_narrowed(dtype: jax.typing.DTypeLike, ns_dtype: jax.typing.DTypeLike | None) -> str:
+    """Why matrices of `dtype` cannot be orthogonalized in `ns_dtype`, in one sentence; '' if they can.
+
+    Raises:
+        ValueError: `ns_dtype` is no float, whatever the matrices are.
     """
     if ns_dtype is None:
-        return str(jnp.dtype(dtype))
+        return ""
     if not jnp.issubdtype(ns_dtype, jnp.inexact):
         raise ValueError(f"ns_dtype must be a float dtype, got {jnp.dtype(ns_dtype)}.")
-    if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(ns_dtype, jnp.complexfloating):
-        raise ValueError(
-            f"ns_dtype={jnp.dtype(ns_dtype)} would drop the imaginary part of {jnp.dtype(dtype)} matrices."
-        )
-    return str(jnp.dtype(ns_dtype))
+    given, inner = (jnp.issubdtype(x, jnp.complexfloating) for x in (dtype, ns_dtype))
+    if given and not inner:
+        return f"ns_dtype={jnp.dtype(ns_dtype)} would drop the imaginary part of {jnp.dtype(dtype)} matrices"
+    if inner and not given:
+        return f"ns_dtype={jnp.dtype(ns_dtype)} is complex and {jnp.dtype(dtype)} matrices are real"
+    return ""
 
 
 def orthogonalize(
