@@ -48,17 +48,31 @@ OPTIONS = {
     "ours": muon_shard.PlanOptions(),
     "ours, replicas apart": muon_shard.PlanOptions(dedup_axes=()),
 }
+DEVICES = 8
 STREAMS = 24
 """Rows of the hyper-connections: they do not grow with the model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How far the stand-in is scaled down: widths divided by `scale`, so many layers and experts of it."""
+    """How far the stand-in is scaled down: widths divided by `scale`, so many layers and experts of it.
+
+    Raises:
+        ValueError: 8 devices cannot share a width, or the experts.
+    """
 
     scale: int
     layers: int
     experts: int
+
+    def __post_init__(self) -> None:
+        widths = {d for x in (article.dense() | article.experts()).values() for d in x.shape[-2:]} - {STREAMS}
+        odd = sorted(d for d in widths if d % (DEVICES * self.scale))
+        if odd or self.experts % DEVICES:
+            raise ValueError(
+                f"{DEVICES} devices cannot share {self.experts} experts and widths divided by {self.scale}: "
+                f"{', '.join(f'{d / self.scale:g}' for d in odd) or 'all of these divide'}."
+            )
 
     def dense(self) -> Leaves:
         """The matrices that are no experts, rows cut over 'fsdp'."""
@@ -81,7 +95,7 @@ class Size:
         return {name: (scaled(x.shape), spec) for name, x in layers.items()}
 
 
-QUICK, FULL = Size(16, 4, 8), Size(8, 4, 16)
+QUICK, FULL = Size(16, 2, 16), Size(8, 4, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,12 +249,12 @@ class Figure:
 
 def deduplicated(size: Size, quick: bool) -> list[Case | Dispatch]:
     """All matrices but experts over one FSDP axis."""
-    return [Case({"fsdp": 8}, size.dense(), "redundant", "scheme", ("ours",))]
+    return [Case({"fsdp": DEVICES}, size.dense(), "redundant", "scheme", ("ours",))]
 
 
 def experts_in_place(size: Size, quick: bool) -> list[Case | Dispatch]:
     """One expert tensor over 8 devices; over 4, each twice."""
-    meshes = [{"fsdp": 8}] if quick else [{"fsdp": 8}, {"replica": 2, "fsdp": 4}]
+    meshes = [{"fsdp": DEVICES}] if quick else [{"fsdp": DEVICES}, {"replica": 2, "fsdp": 4}]
     return [Case(mesh, size.expert_tensor(), "redundant", "ours, replicas apart", ("ours",)) for mesh in meshes]
 
 
@@ -251,8 +265,8 @@ def fused(size: Size, quick: bool) -> list[Case | Dispatch]:
 
 def replicas_share(size: Size, quick: bool) -> list[Case | Dispatch]:
     """The whole model on 2, 4 and 8 replicas."""
-    meshes = [{"replica": r, "fsdp": 8 // r} for r in ((2,) if quick else (2, 4, 8))]
-    beside = ("ours, replicas apart", "ours")
+    meshes = [{"replica": r, "fsdp": DEVICES // r} for r in ((2,) if quick else (2, 4, 8))]
+    beside = ("ours",) if quick else ("ours, replicas apart", "ours")
     return [Case(mesh, size.moe(), "scheme, replicas apart", "scheme", beside) for mesh in meshes]
 
 
@@ -316,8 +330,11 @@ def main() -> None:
     args = parser.parse_args()
     rounds = args.rounds or (1 if args.quick else 5)
     given = {field: value for field in ("scale", "layers", "experts") if (value := getattr(args, field))}
-    size = dataclasses.replace(QUICK if args.quick else FULL, **given)
-    muon_shard.emulate_devices(8)
+    try:
+        size = dataclasses.replace(QUICK if args.quick else FULL, **given)
+    except ValueError as error:
+        parser.error(str(error))
+    muon_shard.emulate_devices(DEVICES)
     cases = dict(chosen_cases(args.figures, size, args.quick))
     total = sum(timing.ticks(len(case.ways), rounds) for each in cases.values() for case in each)
     with timing.progress("figures", total) as tick:

@@ -65,6 +65,7 @@ def test_largest_apart():
 
 def test_the_command_prints_one_line_of_json(monkeypatch, capsys):
     monkeypatch.setattr(bench, "SMALL", TINY)
+    monkeypatch.setattr(bench.Sizes, "transformer", lambda self: {"q": (self.width, self.width), "k": (16, 8)})
     monkeypatch.setattr(sys, "argv", ["accelerator", "--quick", "--arithmetic", "float32", "--shapes", "8x16", "2x8x8"])
     bench.main()
     out, _ = capsys.readouterr()
@@ -76,5 +77,6 @@ def test_the_command_prints_one_line_of_json(monkeypatch, capsys):
     step = report["step"]["float32"]
     assert step["relative_difference"] < 1e-5
     assert step["ways"].keys() == {"ours", "optax", "adamw"}
-    assert step["parameters"] == 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32
+    assert step["parameters"] == 16 * 16 + 16 * 8
+    assert step["direct_flops"] == ns_flops(16, 16) + ns_flops(8, 16)
     assert step["ways"]["ours"]["tflops"] > 0 and "tflops" not in step["ways"]["adamw"]

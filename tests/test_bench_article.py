@@ -28,8 +28,19 @@ def test_the_model_has_the_proportions_of_the_stand_in():
     assert all("experts" not in name for name in size.dense())
 
 
+@pytest.mark.parametrize("size", [(80, 1, 8), (16, 1, 12)])
+def test_a_size_that_devices_cannot_share_is_refused(size, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="8 devices cannot share"):
+        Size(*size)
+    arguments = [f"--{name}={value}" for name, value in zip(("scale", "layers", "experts"), size)]
+    monkeypatch.setattr(sys, "argv", ["article", *arguments])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "cannot share" in capsys.readouterr().err
+
+
 def test_flops_of_the_redundant_way_are_those_of_all_matrices():
-    leaves = Size(80, 1, 8).moe()
+    leaves = Size(16, 1, 8).moe()
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, (shape, _) in leaves.items()}
     plan = muon_shard.make_plan(params, options=SCHEME, muon_weight_dimension_numbers=dict.fromkeys(params, MATRIX))
     assert plan.total_flops == everything(leaves)
@@ -56,7 +67,7 @@ def test_a_case_compares_the_same_step():
 
 
 def test_replicas_share_flops():
-    (case,) = FIGURES["fig10"].cases(Size(80, 1, 8), True)
+    (case,) = FIGURES["fig10"].cases(Size(16, 1, 8), True)
     case = Case(case.mesh, {"w": ((8, 16, 16), P(None, "fsdp", None))}, case.before, case.after, ("ours",))
     found = case.measure(1, lambda: None)
     assert found["flops"] == 2.0
@@ -88,17 +99,17 @@ def test_every_figure_names_ways_that_exist():
 
 
 def test_the_command_prints_one_line_of_json(monkeypatch, capsys):
-    arguments = ["--quick", "--figures", "fig5", "--scale", "80", "--layers", "1"]
+    arguments = ["--quick", "--figures", "fig5", "--scale", "16", "--layers", "1", "--experts", "8"]
     monkeypatch.setattr(sys, "argv", ["article", *arguments])
     bench.main()
     out, _ = capsys.readouterr()
     report = json.loads(out)
-    assert out.count("\n") == 1 and report["size"] == {"scale": 80, "layers": 1, "experts": 8}
+    assert out.count("\n") == 1 and report["size"] == {"scale": 16, "layers": 1, "experts": 8}
     found = report["figures"]["fig5"]
     (figure,) = article.experts_in_place()
     (ratios,) = found["ratios"]
     assert (ratios["published"], ratios["predicted"]) == (4.45, round(figure.predicted, 2))
     (case,) = found["cases"]
-    assert case["mesh"] == {"fsdp": 8} and case["matrices"] == {"[8_fsdp, 32, 17]": 1}
+    assert case["mesh"] == {"fsdp": 8} and case["matrices"] == {"[8_fsdp, 160, 88]": 1}
     assert case["ways"]["ours"]["collectives"] == {}
     assert case["flops"] >= 8

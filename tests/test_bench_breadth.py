@@ -59,13 +59,12 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("bfloat16", 0.2)])
-def test_all_ways_agree_on_all_kinds_of_leaves(dtype, close):
-    found = Case("some", "FSDP × TP", dtype, LEAVES).measure(1, lambda: None)
+def test_all_ways_agree_on_all_kinds_of_leaves():
+    found = Case("some", "FSDP × TP", "float32", LEAVES).measure(1, lambda: None)
     ways = found["ways"]
     assert tuple(ways) == bench.WAYS
     for way in ways.values():
-        assert 0 < way["relative_difference"] < close and way["ms"] > 0
+        assert way["relative_difference"] < 1e-5 and way["ms"] > 0
     assert ways["redundant"]["collectives"] == {"all-gather": 6}  # two axes each
     assert ways["ours"]["to_ours"] == 1.0 and ways["ours"]["flops_over_ideal"] >= 1
     assert found["sharded"] == [
@@ -76,10 +75,13 @@ def test_all_ways_agree_on_all_kinds_of_leaves(dtype, close):
 
 
 def test_the_command_prints_one_line_of_json(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "SMALL", {"transformer": bench.transformer(1, 16)})
-    monkeypatch.setattr(sys, "argv", ["breadth", "--quick", "--models", "transformer", "--layouts", "HSDP"])
+    monkeypatch.setattr(bench, "SMALL", {"transformer": {"down": LEAVES["down"]}})
+    chosen = ["--models", "transformer", "--layouts", "HSDP", "--dtypes", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", ["breadth", "--quick", *chosen])
     bench.main()
     out, _ = capsys.readouterr()
     (case,) = json.loads(out)["cases"]
     assert out.count("\n") == 1
-    assert (case["model"], case["layout"], case["dtype"], case["leaves"]) == ("transformer", "HSDP", "float32", 6)
+    assert (case["model"], case["layout"], case["dtype"], case["leaves"]) == ("transformer", "HSDP", "bfloat16", 1)
+    # Judged in float32, narrow steps are all wrong, but not by much.
+    assert all(1e-4 < way["relative_difference"] < 0.1 for way in case["ways"].values())
