@@ -9,24 +9,28 @@ the files written as one line of JSON.
 """
 
 import argparse
+import collections
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import panels, results
+from benchmarks import panels, reference, results
 from benchmarks.results import Results
+from benchmarks.transports import SETS as TRANSPORTED
 
 DPI = 200
-SETS = {
-    "reference": "48 matrices, mesh (replica 2, fsdp 4)",
-    "replicated": "48 matrices, replicated over (8,)",
-    "mixed": "35 matrices of 7 shapes, (replica 2, fsdp 4)",
-}
+
+
+def about(name: str) -> str:
+    """A set of matrices of `benchmarks.step` in words."""
+    chosen = reference.SETS[name]
+    axes = ", ".join(f"{axis} {size}" for axis, size in zip(chosen.mesh_axes, chosen.mesh_shape, strict=True))
+    return f"{len(chosen.leaves)} matrices ({name}), {axes}"
 
 
 def figure(width: float, height: float, title: str, found: Results) -> Figure:
@@ -50,12 +54,12 @@ def machine(found: Results) -> str:
 
 def step(found: Results) -> Figure | None:
     """Time, bytes and memory of every set."""
-    measured = {name: x for name in SETS if (x := found.last("step", set=name))}
+    measured = {name: x for name in reference.SETS if (x := found.last("step", set=name))}
     if not measured:
         return None
     out = figure(13, 0.5 + 3.2 * len(measured), "One optimizer step on 8 emulated devices", found)
     for row, (name, x) in zip(out.subplots(len(measured), 3, squeeze=False), measured.items(), strict=True):
-        panels.step_times(row[0], x, f"Time: {SETS[name]}")
+        panels.step_times(row[0], x, about(name))
         panels.step_bytes(row[1], x, "Bytes moved")
         panels.step_memory(row[2], x, "Memory")
         for axes in row[1:]:
@@ -78,22 +82,27 @@ def scaling(found: Results) -> Figure | None:
     lines(memory, x, "temp_bytes", 1e6, "Temporaries per device", "MB", everything)
     lines(compiling, x, "compile_seconds", 1, "Tracing and compiling", "seconds", everything)
     lines(seconds, x, "ms_median", 1e3, "Step: all devices share these cores", "seconds", ("fsdp", "hsdp"))
-    panels.planning_seconds(planning, x, "Planning Kimi K2, 69,608 matrices")
+    panels.planning_seconds(planning, x, f"Planning {x['planning'][0]['model']}")
     return out
 
 
 def transports(found: Results) -> Figure | None:
     """Measured beside simulated, and bytes, for each set of matrices."""
     x = found.last("transports")
-    names = {"square": "48 matrices of 512×512", "skinny": "64 matrices of 32×16,384"}
-    sets = [name for name in names if x and name in x]
+    sets = [name for name in TRANSPORTED if x and name in x]
     if x is None or not sets:
         return None
-    out = figure(10.5, 0.5 + 3.1 * len(sets), "Transports on 8 emulated devices, mesh (host 2, fsdp 4)", found)
+    out = figure(10.5, 0.5 + 3.1 * len(sets), "Transports on 8 emulated devices, host 2 × fsdp 4", found)
     for row, name in zip(out.subplots(len(sets), 2, squeeze=False), sets, strict=True):
-        panels.transport_times(row[0], x, name, f"Time: {names[name]}")
+        panels.transport_times(row[0], x, name, f"Time: {name} matrices, {of(TRANSPORTED[name])}")
         panels.transport_bytes(row[1], x, name, "Bytes")
     return out
+
+
+def of(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Shapes, and how many there are of each."""
+    counts = collections.Counter(shapes.values())
+    return ", ".join(f"{count} × {'×'.join(map(str, shape))}" for shape, count in counts.items())
 
 
 def end_to_end(found: Results) -> Figure | None:
@@ -131,7 +140,13 @@ def summary(found: Results) -> Figure | None:
     out = figure(11, 7.2, "Muon on sharded parameters: one optimizer step, 8 transformer layers, fp32", found)
     axes, reference, scaled = out.subplots(2, 2), found.last("step", set="reference"), found.last("scaling")
     wanted: list[tuple[Axes, Any, Callable[..., None], str, str]] = [
-        (axes[0, 0], reference, panels.step_times, "Time on 8 emulated devices", "step --set reference"),
+        (
+            axes[0, 0],
+            reference,
+            panels.step_times,
+            "Time on 8 emulated devices, replica 2 × fsdp 4",
+            "step --set reference",
+        ),
         (axes[0, 1], reference, panels.step_bytes, "Bytes moved, and collectives", "step --set reference"),
         (axes[1, 0], scaled, panels.scaling_flops, "Newton–Schulz work per device", "scaling"),
         (axes[1, 1], reference, panels.step_memory, "Temporaries", "step --set reference"),

@@ -76,10 +76,16 @@ def planning(found: Results) -> str | None:
     if x is None:
         return None
     rows = [
-        (f"{p['devices']:,}", f"{p['plan_seconds']:.2f}", f"{p['eval_shape_seconds']:.2f}", f"{p['balance']:.1%}")
+        (
+            p["model"],
+            f"{p['devices']:,}",
+            f"{p['plan_seconds']:.2f}",
+            f"{p['eval_shape_seconds']:.2f}",
+            f"{p['balance']:.1%}",
+        )
         for p in x["planning"]
     ]
-    return markdown(("devices", "s to plan Kimi K2", "s of `jax.eval_shape` of optax's init", "balance"), rows)
+    return markdown(("model", "devices", "s to plan", "s of `jax.eval_shape` of optax's init", "balance"), rows)
 
 
 def end_to_end(found: Results) -> str | None:

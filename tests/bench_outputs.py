@@ -54,7 +54,8 @@ SCALING = {
     ],
     "weak": [_row({"fsdp": n}, n, 8 * G, n * 8 * G, efficiency=1.0) for n in (8, 64)],
     "planning": [
-        {"devices": n, "plan_seconds": 0.1 * n, "eval_shape_seconds": 0.2, "balance": 0.99} for n in (8, 4096)
+        {"model": "m", "devices": n, "plan_seconds": 0.1 * n, "eval_shape_seconds": 0.2, "balance": 0.99}
+        for n in (8, 4096)
     ],
 }
 TRANSPORTS = {

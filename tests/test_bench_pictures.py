@@ -140,6 +140,7 @@ def test_tables_say_what_was_measured(tmp_path, monkeypatch, capsys):
     assert "| replica sharing, compute | 7 | 7.5 | NS FLOPs 2 (replica 2, fsdp 4), 8 (replica 8, fsdp 1) |" in lines
     assert "| 74×24×80 | direct | 1.0 | 6.5 | 3.7 |" in lines
     assert "| square | `ring` | 20 | 30 | 2 |" in lines
+    assert "| m | 4,096 | 409.60 | 0.20 | 99.0% |" in lines
     assert "'mixed step' is left out" in err
 
 
