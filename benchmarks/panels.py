@@ -131,6 +131,7 @@ def scaling_flops(axes: Axes, scaling: Mapping[str, Any], title: str) -> None:
     for row, y in zip(strong, flops, strict=True):
         if "efficiency" in row and row["devices"] > 1:
             look: Any = {"textcoords": "offset points", "fontsize": LABEL, "color": BLUE, "ha": "right", "va": "top"}
+            look["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
             axes.annotate(f"{row['efficiency']:.0%}", (row["devices"], y), (-4, -3), **look)
     axes.set(title=title, ylabel="NS GFLOP of the busiest device")
     devices_axis(axes, sorted({*x, *(row["devices"] for row in weak)}))

@@ -11,6 +11,7 @@ MARKS = {
     "scaling": "strong",
     "end_to_end": "batches",
     "transports": "topology",
+    "accelerator": "peaks",
     "newton_schulz": "shapes",
     "article": "figures",
     "breadth": "cases",
@@ -20,7 +21,7 @@ MARKS = {
     "processes": "replicas_equal",
     "ns_accuracy": "errors",
 }
-"""By the script's name the key that only its output has."""
+"""By the script's name the key that tells its output; the first that fits counts."""
 
 
 @dataclasses.dataclass(frozen=True)

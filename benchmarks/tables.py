@@ -152,6 +152,73 @@ def transports(found: Results) -> str | None:
     return markdown(("matrices", "transport", "ms measured", "ms simulated", "MB received"), rows)
 
 
+def breadth(found: Results) -> str | None:
+    """Models, layouts and dtypes: the peers against ours."""
+    x = found.last("breadth")
+    if x is None:
+        return None
+    ways = ("optax", "redundant")
+    rows = []
+    for case in x["cases"]:
+        ratios = (f"{case['ways'][way]['to_ours']:.3g}" if way in case["ways"] else "" for way in ways)
+        rows.append((case["model"], case["layout"], case["dtype"], *ratios))
+    return markdown(("model", "layout", "dtype", *(f"{way} ÷ ours" for way in ways)), rows)
+
+
+def accelerator(found: Results) -> str | None:
+    """Newton–Schulz on one device: TFLOP/s against a product's measured in the same run."""
+    x = found.last("accelerator")
+    if x is None:
+        return None
+    rows = []
+    for arithmetic, shapes in x["shapes"].items():
+        peak = f"{arithmetic}, peak {x['peaks'][arithmetic]:.3g}"
+        for shape, ways in shapes.items():
+            for way, each in ways.items():
+                told = (
+                    (f"{each['ms']:.3g}", f"{each['tflops']:.3g}", f"{each['of_peak']:.1%}")
+                    if "ms" in each
+                    else ("",) * 3
+                )
+                rows.append(
+                    (
+                        peak,
+                        shape.replace("x", "×"),
+                        way,
+                        each.get("form", "refused" if "refused" in each else ""),
+                        *told,
+                    )
+                )
+    head = ("arithmetic, TFLOP/s of a product", "shape", "way", "form", "ms", "TFLOP/s of direct FLOPs", "of peak")
+    return markdown((f"{x['device']}: {head[0]}", *head[1:]), rows)
+
+
+def accelerator_step(found: Results) -> str | None:
+    """The optimizer step of a model on one device."""
+    x = found.last("accelerator")
+    if x is None:
+        return None
+    rows = [
+        (
+            dtype,
+            f"{step['parameters'] / 1e6:,.0f}",
+            way,
+            f"{each['ms']:,.1f}",
+            f"{each['to_ours']:.3g}",
+            megabytes(each["temp_bytes"]),
+        )
+        for dtype, step in x["step"].items()
+        for way, each in step.get("ways", {}).items()
+    ]
+    rows += [
+        (dtype, f"{step['parameters'] / 1e6:,.0f}", f"failed: {step['failed']}", "", "", "")
+        for dtype, step in x["step"].items()
+        if "failed" in step
+    ]
+    head = ("dtype", "million parameters", "optimizer", "ms", "÷ ours", "MB of temporaries")
+    return markdown((f"{x['device']}: {head[0]}", *head[1:]), rows) if rows else None
+
+
 def bars(found: Results) -> str | None:
     """What was to be reached, and what was."""
     rows = []
@@ -205,6 +272,9 @@ TABLES: dict[str, Callable[[Results], str | None]] = {
     "article": article,
     "Newton–Schulz": newton_schulz,
     "transports": transports,
+    "breadth": breadth,
+    "accelerator": accelerator,
+    "accelerator step": accelerator_step,
 }
 
 

@@ -144,6 +144,23 @@ BREADTH = {
         for layout in ("FSDP", "HSDP")
     ],
 }
+ACCELERATOR = {
+    "rounds": 1,
+    "device": "a card",
+    "peaks": {"bfloat16": 700.0},
+    "shapes": {
+        "bfloat16": {
+            "64x128": {
+                "auto": {"form": "gram", "ms": 0.5, "tflops": 400.0, "of_peak": 0.571},
+                "gram": {"refused": "not safe"},
+            }
+        }
+    },
+    "step": {
+        "float32": {"parameters": 10**9, "failed": "out of memory"},
+        "bfloat16": {"parameters": 10**9, "ways": {"ours": {"ms": 1234.5, "to_ours": 1.0, "temp_bytes": 5_000_000}}},
+    },
+}
 MACHINE = {
     "commit": "0123456789abcdef",
     "versions": {"python": "3.12", "jax": "0.12.0", "optax": "0.2.8"},
@@ -152,7 +169,7 @@ MACHINE = {
     "device": "cpu",
     "date": "2026-01-01",
 }
-ALL = (STEP, SCALING, TRANSPORTS, NEWTON_SCHULZ, END_TO_END, ARTICLE, BREADTH)
+ALL = (STEP, SCALING, TRANSPORTS, NEWTON_SCHULZ, END_TO_END, ARTICLE, BREADTH, ACCELERATOR)
 
 
 def results_file(path, outputs=ALL):

@@ -35,7 +35,7 @@ def test_results_files_and_outputs_are_told_apart(tmp_path):
     assert read.last("planning") is None
     assert read.machine["cores"] == 2
     assert set(read.found) == {
-        *("step", "scaling", "transports", "newton_schulz", "end_to_end", "article", "breadth"),
+        *("step", "scaling", "transports", "newton_schulz", "end_to_end", "article", "breadth", "accelerator"),
     }
 
 
@@ -140,6 +140,11 @@ def test_tables_say_what_was_measured(tmp_path, monkeypatch, capsys):
     assert "| replica sharing, compute | 7 | 7.5 | NS FLOPs 2 (replica 2, fsdp 4), 8 (replica 8, fsdp 1) |" in lines
     assert "| 74×24×80 | direct | 1.0 | 6.5 | 3.7 |" in lines
     assert "| square | `ring` | 20 | 30 | 2 |" in lines
+    assert "| transformer | HSDP | float32 | 3 | 6 |" in lines
+    assert "| bfloat16, peak 700 | 64×128 | auto | gram | 0.5 | 400 | 57.1% |" in lines
+    assert "| bfloat16, peak 700 | 64×128 | gram | refused |  |  |  |" in lines
+    assert "| bfloat16 | 1,000 | ours | 1,234.5 | 1 | 5 |" in lines
+    assert "| float32 | 1,000 | failed: out of memory |  |  |  |" in lines
     assert "| m | 4,096 | 409.60 | 0.20 | 99.0% |" in lines
     assert "'mixed step' is left out" in err
 
