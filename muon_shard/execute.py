@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon_shard.blocks import Blocks
 from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.gram_space import GramMatrices
 from muon_shard.layout import Layout, spec_entries
@@ -23,6 +22,7 @@ from muon_shard.plan import Domain, MeshPlan, PlannedLeaf, Wave
 from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec, varying
 from muon_shard.transports import Gram, take_pages
 from muon_shard.views import View
+from muon_shard.whole_matrices import WholeMatrices
 
 
 def execute(
@@ -231,7 +231,7 @@ def _not_before(signs: list[jax.Array], pool: jax.Array, packing: Packing) -> ja
 
 
 def _view(plan: MeshPlan, domain: Domain) -> View:
-    view = GramMatrices if isinstance(domain.carrier, Gram) else Blocks
+    view = GramMatrices if isinstance(domain.carrier, Gram) else WholeMatrices
     return view(domain.packing, plan.orthogonalizer, domain.dtype, domain.out_dtype)
 
 

@@ -16,13 +16,13 @@ import numpy as np
 from jax import lax
 
 from muon_shard import triangles
-from muon_shard.blocks import rows_of_leaves, to_pages
 from muon_shard.layout import Kind, MeshAxes
 from muon_shard.newton_schulz.products import wide
 from muon_shard.newton_schulz.scaling import exponent, largest
 from muon_shard.orthogonalizer import GramSpace, Orthogonalizer
 from muon_shard.packing import Packing
 from muon_shard.views import View
+from muon_shard.whole_matrices import rows_of_leaves, to_pages
 
 
 @dataclasses.dataclass(frozen=True)

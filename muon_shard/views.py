@@ -1,4 +1,4 @@
-"""What of a domain's matrices travels: the face between `execute` and `blocks` or `gram_space`."""
+"""What of a domain's matrices travels: the face between `execute` and `whole_matrices` or `gram_space`."""
 
 import abc
 import dataclasses

@@ -13,7 +13,7 @@ from muon_shard.transports import take_pages
 from muon_shard.views import View
 
 
-class Blocks(View):
+class WholeMatrices(View):
     """Owners hold whole matrices."""
 
     @property
