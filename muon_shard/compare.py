@@ -154,9 +154,18 @@ def compare(
     plan, auto = planned(AUTO, AUTO)  # first, because it raises whatever is wrong with the arguments
     refused = dict(_refused(plan))
     forced = [(transport, dedup) for transport in _transports() for dedup in ("none", "all")]
+
+    def tried(transport: str, dedup: str) -> Row:
+        try:
+            return planned(transport, dedup)[1]
+        except ValueError:  # what is refused for good; some is only never chosen
+            if transport not in refused:
+                raise
+            return Row(transport, dedup, refused=refused[transport])
+
     silent = console is None or not console.is_terminal
     rows = [
-        Row(transport, dedup, refused=refused[transport]) if transport in refused else planned(transport, dedup)[1]
+        tried(transport, dedup)
         for transport, dedup in track(
             forced, "planning", console=console or Console(stderr=True), transient=True, disable=silent
         )

@@ -18,6 +18,9 @@ from muon_shard.shardings import partition_spec
 from muon_shard.topology import Topology
 from muon_shard.transports import TRANSPORTS, Gram
 
+WIDE = 2
+"""Columns per row from which random matrices are well conditioned, so that Gram matrices tell as much as they do."""
+
 
 def group(
     leaves: Sequence[PlannedLeaf],
@@ -115,7 +118,7 @@ def _choices(
                 sum(costs[kind] * count for kind, count in works.items()),
                 max(costs.values()),
             ),
-            _as_grams(works, layout, first.dtype, orthogonalizer),
+            _as_grams(works, layout, first.dtype, orthogonalizer, options),
             _gathered([leaves[i] for i in members], mesh_axes),
         )
         choice = choose(question, topology, rate(first.dtype, topology), options)
@@ -138,11 +141,15 @@ def _gathered(members: Sequence[PlannedLeaf], mesh_axes: MeshAxes) -> tuple[tupl
     return tuple(found.items())
 
 
-def _as_grams(counts: dict[Kind, int], layout: Layout, dtype: str, orthogonalizer: Orthogonalizer) -> Load | str:
+def _as_grams(
+    counts: dict[Kind, int], layout: Layout, dtype: str, orthogonalizer: Orthogonalizer, options: PlanOptions
+) -> Load | str:
     """What the matrices of one domain move and cost as Gram matrices; why they cannot."""
     space = orthogonalizer.in_gram_space(dtype)
     if isinstance(space, str):
         return space
+    if options.transport == "auto" and any(n < WIDE * m for m, n in (kind.canonical for kind in counts)):
+        return "nearly square matrices lose digits as Gram matrices, so it must be asked for"
     if any(kind.parts for kind in counts):
         return "its blocks have Gram matrices of their own, and shards hold parts of several blocks"
     works = {kind: space.works(*kind.canonical) for kind in counts}
