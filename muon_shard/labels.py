@@ -279,22 +279,7 @@ def _entries(tree: Any, dimension_numbers: DimensionNumbers) -> list[tuple[Any, 
 
 def require_matrices(routes: Sequence[Route], where: str = "muon") -> None:
     """Raises ValueError when there are leaves and none is Muon's, or a Muon leaf has no real or complex dtype."""
-    bad = [
-        Offence(
-            r.path,
-            f"dtype {r.dtype} is not a float or complex type, it has no momentum",
-            r.shape,
-            _short(r.dtype),
-        )
-        for r in routes
-        if r.label == "muon" and not jnp.issubdtype(jnp.dtype(r.dtype), jnp.inexact)
-    ]
-    raise_for_leaves(
-        where,
-        "cannot be optimized by Muon",
-        bad,
-        "Consider labelling them 'adam', or masking them with optax.masked.",
-    )
+    _require_inexact([r for r in routes if r.label == "muon"], "Muon", where)
     if routes and all(r.label == "adam" for r in routes):
         raise_for_leaves(
             where,
@@ -302,6 +287,25 @@ def require_matrices(routes: Sequence[Route], where: str = "muon") -> None:
             [Offence(r.path, r.rule, r.shape, _short(r.dtype)) for r in routes],
             "Consider passing muon_weight_dimension_numbers=muon_shard.labels.by_path, or optax.adamw.",
         )
+
+
+def require_moments(routes: Sequence[Route], where: str = "muon") -> None:
+    """Raises ValueError when a leaf of Adam's has no real or complex dtype: its update would be NaN."""
+    _require_inexact([r for r in routes if r.label == "adam"], "Adam", where)
+
+
+def _require_inexact(routes: Sequence[Route], who: str, where: str) -> None:
+    reason = "dtype {} is not a float or complex type, it has no momentum"
+    raise_for_leaves(
+        where,
+        f"cannot be optimized by {who}",
+        [
+            Offence(r.path, reason.format(r.dtype), r.shape, _short(r.dtype))
+            for r in routes
+            if not jnp.issubdtype(jnp.dtype(r.dtype), jnp.inexact)
+        ],
+        "Consider masking them with optax.masked.",
+    )
 
 
 def warn_of_doubts(routes: Sequence[Route]) -> None:

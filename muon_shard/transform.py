@@ -16,7 +16,7 @@ from optax.contrib import MuonState
 
 from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.execute import execute, reshard_typed
-from muon_shard.labels import DimensionNumbers, Route, require_matrices, route, warn_of_doubts
+from muon_shard.labels import DimensionNumbers, Route, require_matrices, require_moments, route, warn_of_doubts
 from muon_shard.momentum import Asking, Home
 from muon_shard.newton_schulz import coefficients, make_orthogonalizer
 from muon_shard.options import PlanOptions
@@ -226,6 +226,7 @@ def muon(
     def labels(params: Any) -> Any:
         routes = route(whole(params, param_shardings, "muon"), muon_weight_dimension_numbers)
         require_matrices(routes)
+        require_moments(routes)
         return jax.tree.unflatten(jax.tree.structure(params), [r.label for r in routes])
 
     both = optax.partition(
@@ -250,15 +251,17 @@ def muon(
                 optax.add_decayed_weights(weight_decay, weight_decay_mask),
                 optax.scale_by_learning_rate(learning_rate),
             ),
-            "adam": optax.adamw(
-                learning_rate if adam_learning_rate is None else adam_learning_rate,
-                b1=adam_b1,
-                b2=adam_b2,
-                eps=eps,
-                eps_root=adam_eps_root,
-                weight_decay=adam_weight_decay,
-                mu_dtype=mu_dtype,
-                nesterov=nesterov,
+            "adam": _steady(
+                optax.adamw(
+                    learning_rate if adam_learning_rate is None else adam_learning_rate,
+                    b1=adam_b1,
+                    b2=adam_b2,
+                    eps=eps,
+                    eps_root=adam_eps_root,
+                    weight_decay=adam_weight_decay,
+                    mu_dtype=mu_dtype,
+                    nesterov=nesterov,
+                )
             ),
         },
         labels,
@@ -333,6 +336,22 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         transform_non_params=lambda _: rest,
         is_leaf=masked,
     )
+
+
+def _steady(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Adam whose state keeps the dtypes and shardings of `init`, whatever the gradients', as Muon's does.
+
+    Moments may be sharded over more axes than parameters (ZeRO-1), gradients over more or fewer than either.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        moments = state[0].mu
+        onto = lambda tree: jax.tree.map(_onto, tree, moments)  # noqa: E731
+        done, after = adam.update(onto(updates), state, None if params is None else onto(params))
+        after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
+        return jax.tree.map(_onto, done, updates if params is None else params), after
+
+    return optax.GradientTransformation(adam.init, update)
 
 
 def _static(ns_steps: Any) -> Any:

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -178,6 +180,13 @@ def test_rules_are_named():
         ("params['v']", "adam", "by_path: rank 1"),
         ("params['w']", "muon", "by_path: rank 2"),
     ]
+
+
+def test_the_printed_plan_says_where_leaves_go_and_why():
+    text = str(muon_shard.make_plan({"embed": leaf(10, 4), "w": leaf(4, 4)}, muon_weight_dimension_numbers=by_path))
+    assert "1 leaf to Muon, 1 to Adam" in text
+    assert re.search(r"embed +\[10, 4\] +adam +by_path: an embedding table by name", text)
+    assert re.search(r"w +\[4, 4\] +muon +by_path: rank 2", text)
 
 
 def test_the_rank_two_rule_flags_what_it_probably_gets_wrong():

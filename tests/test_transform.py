@@ -215,8 +215,8 @@ def test_state_moves_between_optax_and_ours():
 
 
 def test_state_keeps_its_dtypes_when_gradients_are_wider():
-    params = {"w": jnp.ones((8, 16), jnp.bfloat16)}
-    grads = {"w": jnp.ones((8, 16), jnp.float32)}
+    params = {"w": jnp.ones((8, 16), jnp.bfloat16), "bias": jnp.ones((8,), jnp.bfloat16)}
+    grads = {"w": jnp.ones((8, 16), jnp.float32), "bias": jnp.ones((8,), jnp.float32)}
     tx = muon_shard.muon(0.1)
     state = tx.init(params)
 
@@ -251,6 +251,27 @@ def test_empty_leaves_and_trees():
     assert updates["empty"].shape == (0, 5) and updates["scalar"].shape == () and updates["none"] is None
 
 
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+def test_empty_leaves_on_a_mesh(axis_type):
+    case = Case(
+        {"fsdp": 8},
+        {"empty": Leaf((0, 16), P(None, "fsdp")), "scalar": Leaf((), P(), None), "w": Leaf((8, 4), P("fsdp"))},
+    )
+    params = case.put(case.host(), case.make_mesh(axis_type)) | {"none": None}
+    tx = muon_shard.muon(0.1)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    assert updates.pop("none") is None
+    assert updates.pop("empty").shape == (0, 16)  # where nothing lies is jit's own affair
+    assert_sharded_like(updates, params)
+
+
+def test_integer_leaves_are_named():
+    """Adam in optax makes NaN of them."""
+    params = {"w": jnp.ones((2, 3)), "step": jnp.zeros((4,), jnp.int32)}
+    with pytest.raises(ValueError, match=r"1 leaf cannot be optimized by Adam.\n\* params\['step'\] of shape i32\[4\]"):
+        muon_shard.muon(0.1).init(params)
+
+
 def test_complex_matrices_agree_with_optax():
     rng = np.random.default_rng(0)
     params = {"w": (rng.standard_normal((8, 16)) + 1j * rng.standard_normal((8, 16))).astype(np.complex64)}
@@ -261,20 +282,32 @@ def test_complex_matrices_agree_with_optax():
 
 
 def test_gradients_sharded_over_more_axes_than_parameters():
-    """ZeRO-1 under Explicit axes: brought to the momentum's spec, updates leave with the parameter's."""
-    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
-    host = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
-    params = {"w": jax.device_put(host, NamedSharding(mesh, P("fsdp")))}
-    grads = {"w": jax.device_put(host, NamedSharding(mesh, P(("fsdp", "replica"))))}
-    tx, reference = muon_shard.muon(0.1), optax.contrib.muon(0.1)
-    moments = jax.tree.map(lambda x: jax.reshard(x, grads["w"].sharding) if x.ndim == 2 else x, tx.init(params))
-    want, _ = reference.update({"w": host}, reference.init({"w": host}), {"w": host})
-    for state in (tx.init(params), moments):
-        updates, after = jax.jit(tx.update)(grads, state, params)
-        assert largest_difference(updates, want) <= TOLERANCE
-        assert_sharded_like(updates, params)
-        mu = [s.inner_states["muon"].inner_state[0].mu["w"] for s in (state, after)]
-        assert jax.typeof(mu[0]) == jax.typeof(mu[1])
+    """ZeRO-1 under Explicit axes: brought to the moments' spec, updates leave with the parameter's; Adam's as well."""
+    leaves = {"w": (Leaf((16, 32)), Dims()), "embed": (Leaf((24, 8)), None), "bias": (Leaf((16,)), None)}
+    dims = {name: dims for name, (_, dims) in leaves.items()}
+    less, more, other = (
+        Case({"replica": 2, "fsdp": 4}, {name: Leaf(leaf.shape, spec) for name, (leaf, _) in leaves.items()})
+        for spec in (P("fsdp"), P(("fsdp", "replica")), P("replica"))
+    )
+    mesh, host = less.make_mesh("explicit"), less.host()
+    params = less.put(host, mesh)
+    weights = {"weight_decay": 0.1, "adam_weight_decay": 0.1, "muon_weight_dimension_numbers": dims}
+    tx, reference = muon_shard.muon(0.1, **weights), optax.contrib.muon(0.1, **weights)
+    widened = jax.tree.map(
+        lambda x: (
+            jax.reshard(x, NamedSharding(mesh, P(("fsdp", "replica"))))
+            if x.shape in {y.shape for y in params.values()}
+            else x
+        ),
+        tx.init(params),
+    )
+    want, _ = reference.update(host, reference.init(host), host)
+    for state in (tx.init(params), widened):
+        for grads in (more.put(host, mesh), other.put(host, mesh)):
+            updates, after = jax.jit(tx.update)(grads, state, params)
+            assert largest_difference(updates, want) <= TOLERANCE
+            assert_sharded_like(updates, params)
+            assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, after)
 
 
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
