@@ -3,6 +3,7 @@
     python -m benchmarks --quick --out results.json
 
 The file holds the commit, versions and the machine, and per run its command, its seconds and what it measured.
+`python -m benchmarks.tables results.json` makes tables of it, `python -m benchmarks.pictures results.json` pictures.
 """
 
 import argparse
@@ -25,6 +26,11 @@ QUICK = {
     "mixed step": ["step", "--set", "mixed", "--rounds", "1"],
     "Newton–Schulz": ["newton_schulz", "--rounds", "3", "--shapes", "1024x4096", "512x2048", "74x24x10240"],
     "transports": ["transports", "--rounds", "2"],
+    "article": ["article", "--quick"],
+    "breadth": ["breadth", "--quick"],
+    "scaling": ["scaling", "--quick"],
+    "end to end": ["end_to_end", "--quick"],
+    "one accelerator": ["accelerator", "--quick"],
     "planning": ["planning"],
     "parity": ["parity"],
     "second call": ["second_call"],
@@ -36,6 +42,11 @@ FULL = QUICK | {
     "Newton–Schulz": ["newton_schulz", "--rounds", "9"],
     "accuracy": ["ns_accuracy"],
     "transports": ["transports", "--rounds", "5"],
+    "article": ["article"],
+    "breadth": ["breadth"],
+    "scaling": ["scaling"],
+    "end to end": ["end_to_end"],
+    "one accelerator": ["accelerator"],
     "processes": ["processes", "--processes", "2"],
 }
 
