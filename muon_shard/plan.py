@@ -142,7 +142,8 @@ class MeshPlan:
     """What one `shard_map` runs. Devices are numbered row-major over `mesh_axes`.
 
     `limit` is how many bytes the exchange buffers of a wave may take, `under_way` how many waves may be at a time,
-    `bound` how little work the busiest device can have, whatever the assignment of whole matrices.
+    `memory` how many bytes each device has, `bound` how little work the busiest device can have, whatever the
+    assignment of whole matrices.
     """
 
     mesh_axes: MeshAxes
@@ -150,6 +151,7 @@ class MeshPlan:
     waves: tuple[Wave, ...]
     orthogonalizer: Orthogonalizer
     limit: int
+    memory: int
     under_way: int
     bound: int
 

@@ -222,7 +222,8 @@ def plan_mesh(
         planned.append(Wave(tuple(parts)))
         done += taken
     bound = assign.lower_bound(jobs, workers)
-    plan = MeshPlan(mesh_axes, leaves, tuple(planned), orthogonalizer, limit, options.waves_under_way, bound)
+    memory, under_way = int(topology.hbm_bytes), options.waves_under_way
+    plan = MeshPlan(mesh_axes, leaves, tuple(planned), orthogonalizer, limit, memory, under_way, bound)
     spread = sum(plan.everywhere(domain, "cost") for domain in plan.domains)
     return dataclasses.replace(plan, bound=bound + spread) if spread else plan
 

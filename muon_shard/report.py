@@ -160,6 +160,8 @@ def _summary(part: MeshPlan) -> Iterable[str]:
         f"{_bytes(part.peak_bytes)} per device"
     )
     yield from _momentum(part)
+    if (need := part.peak_bytes + part.momentum_bytes) > part.memory:
+        yield f"           together {_bytes(need)}, more than the {_bytes(part.memory)} of a device"
     if len(part.waves) > 1:
         yield from _waves(part)
     collectives = [c for domain in part.domains for c in domain.collectives]

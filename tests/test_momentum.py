@@ -343,3 +343,36 @@ def test_inside_a_users_shard_map_raises_by_name():
 def test_other_values_are_refused():
     with pytest.raises(ValueError, match="momentum_sharding must be 'params' or 'replicas', got 'zero'"):
         muon_shard.PlanOptions(momentum_sharding="zero")
+
+
+FUSED = {
+    "qkv": Leaf((16, 64), P("fsdp"), muon_shard.Blocks(1, (32, 16, 16))),
+    "qkv cut": Leaf((16, 64), P(None, "fsdp"), muon_shard.Blocks(1, (32, 16, 16))),
+    "heads": Leaf((16, 64), P(None, "fsdp"), muon_shard.Blocks(1, 8)),
+    "heads and more": Leaf((24, 64), P(None, "fsdp"), muon_shard.Blocks(1, 16)),
+    "gate and up": Leaf((64, 16), P("fsdp"), muon_shard.Blocks(0, (1, 1), interleaved=True)),
+    "stack": Leaf((2, 16, 24), P(None, None, "fsdp"), muon_shard.Blocks(2, 12, reduction_axis=1, output_axis=2)),
+}
+
+
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+@pytest.mark.parametrize("limit", ["auto", 1])
+def test_blocks_of_a_leaf_are_the_same_over_replicas(axis_type, limit):
+    """An axis that joins what blocks divide cuts the leaf, not the batch dimension that equal blocks may be."""
+    more = {f"qkv {i}": FUSED["qkv"] for i in range(8)}  # so that some device owns two
+    case = Case({"replica": 2, "fsdp": 4}, FUSED | more)
+    params = case.put(case.host(), case.make_mesh(axis_type))
+    updates = []
+    for how in ("params", "replicas"):
+        options = muon_shard.PlanOptions(momentum_sharding=how, max_wave_bytes=limit)
+        tx = make(case, options)
+        state = tx.init(params)
+        done, _ = jax.jit(tx.update)(params, state, params)
+        updates.append(jax.tree.map(np.asarray, done))
+        assert all(done[name].sharding.is_equivalent_to(params[name].sharding, params[name].ndim) for name in done)
+    for name in FUSED:
+        np.testing.assert_allclose(updates[1][name], updates[0][name], rtol=0, atol=1e-6, err_msg=name)
+    plan = muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims, options=options)
+    assert len(plan.parts[0].waves) > 1 if limit != "auto" else len(plan.parts[0].waves) == 1
+    assert plan.momentum_bytes * 2 == plan.momentum_bytes_by_sharding["params"]
+    assert Plan.from_json(plan.to_json()) == plan

@@ -1,9 +1,11 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import CASES
+from layouts import CASES, Case, Leaf
 
 import muon_shard
 from muon_shard.report import common_name
@@ -56,3 +58,15 @@ def test_tables_are_text_in_notebooks_too(monkeypatch):
     plan = muon_shard.make_plan({"w": np.ones((4, 8), np.float32)})
     timeline = muon_shard.simulate(plan, "h100")
     assert str(plan).startswith("Muon plan") and "NS" in str(timeline)
+
+
+def test_a_plan_that_no_device_can_hold_says_so():
+    leaves = {f"w{i}": Leaf((256, 256), P("fsdp")) for i in range(8)}
+    params = Case({"fsdp": 8}, leaves).abstract(AbstractMesh((8,), ("fsdp",)))
+    machine = muon_shard.Topology({"fsdp": muon_shard.Link(1e9, 1e-6)}, flops=1e12, hbm_bytes=1e6, hbm_bandwidth=1e11)
+    small, large = (
+        str(muon_shard.make_plan(params, options=muon_shard.PlanOptions(topology=topology)))
+        for topology in (machine, dataclasses.replace(machine, hbm_bytes=1e9))
+    )
+    assert "more than the 1 MB of a device" in small
+    assert "of a device" not in large
