@@ -10,9 +10,9 @@ from muon_shard.orthogonalizer import CustomOrthogonalizer as CustomOrthogonaliz
 from muon_shard.plan import Plan as Plan
 from muon_shard.planner import make_plan as make_plan
 from muon_shard.simulate import simulate as simulate
+from muon_shard.state_shardings import opt_state_shardings as opt_state_shardings
 from muon_shard.topology import Link as Link
 from muon_shard.topology import Topology as Topology
 from muon_shard.transform import STATIC_ARGS as STATIC_ARGS
 from muon_shard.transform import muon as muon
-from muon_shard.transform import opt_state_shardings as opt_state_shardings
 from muon_shard.transform import scale_by_muon as scale_by_muon

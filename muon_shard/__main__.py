@@ -78,6 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--ns-steps", type=_positive, default=5, help="Newton–Schulz steps (default: %(default)s)")
     plan.add_argument(
+        "--max-wave-bytes",
+        type=lambda text: text if text == "auto" else _positive(text),
+        default="auto",
+        help="bound on the exchange buffers of a device (default: %(default)s, an eighth of its memory)",
+    )
+    plan.add_argument(
+        "--waves-under-way", type=_positive, default=2, help="waves exchanged at a time (default: %(default)s)"
+    )
+    plan.add_argument(
         "--max-programs", type=_positive, default=32, help="bound on programs compiled (default: %(default)s)"
     )
     plan.add_argument("--topology", default="generic", help="the hardware: %(default)s, tpu-v5p, h100, ascend-a3, …")
@@ -176,6 +185,8 @@ def _plan(args: argparse.Namespace) -> int:
             transport=args.transport,
             dedup_axes=args.dedup_axes,
             ns_method=args.ns_method,
+            max_wave_bytes=args.max_wave_bytes,
+            waves_under_way=args.waves_under_way,
             max_programs=args.max_programs,
             momentum_sharding=args.momentum_sharding,
         ),

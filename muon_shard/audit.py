@@ -168,6 +168,11 @@ def _planned(plan: Plan | Mapping[str, Any]) -> tuple[MeshAxes, dict[Key, Sizes]
 
 def _collectives(module: Compiled | str, mesh_axes: MeshAxes, role: str) -> list[hlo.Found]:
     """The collectives of a module that join several devices."""
+    if not isinstance(module, str) and not hasattr(module, "as_text"):
+        raise ValueError(
+            f"audit: {role} is a {type(module).__name__}, not a compiled module. Consider "
+            "jax.jit(tx.update).lower(grads, state, params).compile()."
+        )
     text = module if isinstance(module, str) else module.as_text()
     try:
         devices = hlo.device_count(text or "")

@@ -54,12 +54,12 @@ def group(
 def _require_work(leaves: Sequence[PlannedLeaf], orthogonalizer: Orthogonalizer) -> None:
     """Raises a `ValueError` that lists all leaves that the orthogonalizer cannot serve, and why."""
     reasons = {}
-    for shape, dtype in {(leaf.layout.kind.canonical, leaf.dtype) for leaf in leaves}:
+    kinds = [(leaf.layout.kind.problems, leaf.dtype) for leaf in leaves]
+    for problems, dtype in set(kinds):
         try:
-            orthogonalizer.work(*shape, dtype)
+            orthogonalizer.work_of(problems, dtype)
         except ValueError as error:
-            reasons[shape, dtype] = str(error)
-    kinds = [(leaf.layout.kind.canonical, leaf.dtype) for leaf in leaves]
+            reasons[problems, dtype] = str(error)
     raise_for_leaves(
         "PlanOptions",
         "cannot be orthogonalized as asked",

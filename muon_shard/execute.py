@@ -48,7 +48,7 @@ def execute(
     """
     operands = tuple(jnp.asarray(x) for x in operands)
     if mesh is not None:
-        leaves = [_match_type(x, leaf.layout, mesh) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+        leaves = [match_type(x, leaf.layout, mesh) for x, leaf in zip(leaves, plan.leaves, strict=True)]
         operands = tuple(_replicated(x, mesh) for x in operands)
     return list(_compiled(plan, mesh, _is_checked(_manual(mesh)))(operands, *leaves))
 
@@ -90,7 +90,7 @@ def _manual(mesh: AnyMesh | None) -> list[str]:
     return [] if mesh is None else [name for name, kind in axis_types(mesh).items() if kind == AxisType.Manual]
 
 
-def _match_type(x: jax.Array, layout: Layout, mesh: AnyMesh) -> jax.Array:
+def match_type(x: jax.Array, layout: Layout, mesh: AnyMesh) -> jax.Array:
     """Explicit axes want the argument's type to equal in_specs; Auto axes need nothing."""
     explicit = [name for name, kind in axis_types(mesh).items() if kind == AxisType.Explicit]
     return reshard_typed(x, partition_spec(only_axes(layout.leaf_spec, explicit)))
@@ -117,8 +117,8 @@ def _replicated(x: jax.Array, mesh: AnyMesh) -> jax.Array:
 def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -> tuple[jax.Array, ...]:
     """What every device does with its local shards.
 
-    With two waves under way, so that one can talk while the other computes, the third begins when the results of the
-    first are there. Left to itself XLA begins all at once, and keeps the buffers of all.
+    The exchange of a wave begins when the results of the wave `under_way` before it are there: with two, one can talk
+    while the other computes. Left to itself XLA begins all at once, and keeps the buffers of all.
     """
     layouts = [leaf.layout for leaf in plan.leaves]
     blocks = [
@@ -126,7 +126,7 @@ def _body(plan: MeshPlan, operands: tuple[jax.Array, ...], *shards: jax.Array) -
         for x, layout in zip(shards, layouts, strict=True)
     ]
     updates: list[list[jax.Array]] = [[] for _ in shards]
-    signs: list[list[jax.Array]] = [[]] * plan.under_way
+    signs: list[list[jax.Array]] = [[]] * min(plan.under_way, len(plan.waves))
     for wave, before in zip(plan.waves, signs, strict=False):
         parts = _wave(plan, wave, operands, blocks, before)
         signs.append([_sign(part) for _, part in parts])  # seen by the loop, which takes them in turn

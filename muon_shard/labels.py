@@ -32,6 +32,7 @@ Dims = MuonDimensionNumbers | Blocks
 DimensionNumbers = Dims | Any | Callable[[Any], Any] | None
 Shape = tuple[int, ...]
 GUESSED = "guessed"
+OWN = "from_rules"
 
 
 def unboxed_path(path: str) -> str:
@@ -65,7 +66,16 @@ class Rules:
     otherwise: "Rules | None" = None
 
     def __call__(self, tree: Any) -> Any:
-        """A tree of dimension numbers like `tree`, None for Adam."""
+        """A tree of dimension numbers like `tree`, None for Adam.
+
+        Raises:
+            ValueError: called with a number, as `optax.inject_hyperparams` calls what it takes for a schedule.
+        """
+        if getattr(tree, "shape", None) == ():
+            raise ValueError(
+                f"labels.{self.name} was called with a number, not with parameters. Under optax.inject_hyperparams "
+                "pass static_args=muon_shard.STATIC_ARGS, or it is taken for a schedule."
+            )
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         return jax.tree.unflatten(treedef, [self.of(leaf_path(path), leaf.shape)[0] for path, leaf in flat])
 
@@ -100,7 +110,7 @@ def from_rules(rules: Sequence[tuple[str, Dims | str | None]], otherwise: Rules 
             "\n".join(["from_rules: expected pairs (pattern, MuonDimensionNumbers, Blocks or 'adam').", *faults])
         )
     own = tuple(Rule(pattern, None if isinstance(to, str) else to) for pattern, to in rules)
-    return Rules("from_rules", own, otherwise or by_path)
+    return Rules(OWN, own, otherwise or by_path)
 
 
 def _why_no_rule(entry: Any) -> str:
@@ -308,6 +318,19 @@ def _require_inexact(routes: Sequence[Route], who: str, where: str) -> None:
     )
 
 
+def warn_of_unused(rules: DimensionNumbers, routes: Sequence[Route]) -> None:
+    """One warning that names the patterns of `from_rules` that match no leaf: most often a misspelt one."""
+    if not isinstance(rules, Rules) or rules.name != OWN:
+        return
+    unused = [rule.pattern for rule in rules.rules if not any(rule.matches(slashed(r.path), r.shape) for r in routes)]
+    if unused and routes:
+        warnings.warn(
+            f"muon_shard: {', '.join(map(repr, unused))} of from_rules: no leaf matches. Paths look like "
+            f"{slashed(routes[0].path)!r}.",
+            stacklevel=4,
+        )
+
+
 def warn_of_doubts(routes: Sequence[Route]) -> None:
     """One warning that names the leaves which a rule probably sends the wrong way, and those it only guessed."""
     doubtful = [r for r in routes if r.doubt]
@@ -357,7 +380,8 @@ def _as_tuple(axes: int | Sequence[int]) -> tuple[int, ...]:
 def _why_not_a_matrix(leaf: Any, numbers: Any) -> str:
     rank = len(leaf.shape)
     if not is_dimension_numbers(numbers):
-        return f"{numbers!r} is neither MuonDimensionNumbers nor Blocks nor None"
+        what = f"; did you mean muon_shard.labels.{numbers}?" if isinstance(numbers, str) else ""
+        return f"{numbers!r} is neither MuonDimensionNumbers nor Blocks nor None{what}"
     if rank < 2:
         return f"rank {rank}, a matrix needs rank 2 or more"
     given = [_as_tuple(axes) for axes in (numbers.reduction_axis, numbers.output_axis)]

@@ -166,14 +166,16 @@ class Layout:
         dimension, then on the longest. Large axes choose first. One that fits nowhere stays free.
         """
         local, spec = list(self.leaf_local_shape), list(self.leaf_spec)
+        apart = [self.local_shape[dims[0]] for dims in self._leaf_axes]  # a cut within blocks would join them again
         of_matrix = [not set(dims) <= set(self.batch) for dims in self._leaf_axes]
         for axis in sorted(self.free, key=lambda a: -self.sizes[a]):
             size = self.sizes[axis]
             fitting = [d for d, length in enumerate(local) if length and length % size == 0]
             if fitting:
                 # Along one dimension XLA scatters the sum of gradients at once; along two it may sum all of it.
-                d = min(fitting, key=lambda d: (not spec[d], of_matrix[d], -local[d]))
+                d = min(fitting, key=lambda d: (apart[d] % size > 0, not spec[d], of_matrix[d], -local[d]))
                 local[d] //= size
+                apart[d] //= size
                 spec[d] += (axis,)
         return tuple(spec)
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from muon_shard.execute import reshard_typed
+from muon_shard.execute import match_type
 from muon_shard.layout import Layout
-from muon_shard.shardings import AnyMesh, axis_types, concrete_sharding, only_axes, partition_spec
+from muon_shard.shardings import AnyMesh, concrete_sharding, partition_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Home:
             here = concrete_sharding(x)
             same = here is not None and here.is_equivalent_to(sharding, x.ndim)
             return x if same else jax.device_put(x, sharding)
-        explicit = [name for name, kind in axis_types(sharding.mesh).items() if kind == AxisType.Explicit]
-        x = reshard_typed(x, partition_spec(only_axes(self.layout.leaf_spec, explicit)))
+        x = match_type(x, self.layout, sharding.mesh)
         # with_sharding_constraint takes no specs with Explicit axes, and on mixed ones loses the order of axes.
         return jax.jit(_same, out_shardings=sharding)(x)
 

@@ -1,8 +1,11 @@
 """All that steers a plan, in one frozen record."""
 
 import dataclasses
+import operator
+from typing import Any, SupportsIndex
 
 from muon_shard.newton_schulz.forms import METHODS
+from muon_shard.presets import AUTO, machine
 from muon_shard.topology import Topology
 from muon_shard.transports import TRANSPORTS
 
@@ -20,11 +23,12 @@ class PlanOptions:
         dedup_axes: mesh axes that replicate the momentum, over which work is shared: 'all', a tuple of names, or 'auto'
             for those where the compute saved is worth the gather of results.
         ns_method: form of Newton–Schulz: 'auto' takes the cheapest for each shape, 'direct' or 'gram' insist.
-        max_wave_bytes: bounds the exchange buffers of one device: what does not fit is exchanged in several waves, none
-            of which waits for another's results. 'auto': an eighth of the device's memory. A matrix is never cut, so
-            the plan says where it had to exceed this.
+        max_wave_bytes: bounds the exchange buffers of one device: what does not fit is exchanged in several waves.
+            'auto': an eighth of the device's memory. A matrix is never cut, so the plan says where it had to exceed
+            this.
         waves_under_way: waves that may be under way at a time. With 1 each begins when the one before has ended, which
             takes the least memory; with 2 one can talk while the other computes; with as many as there are, none waits.
+            The simulator lets one follow the other, so predictions do not depend on it.
         max_programs: bounds how many different device programs are compiled for one wave (compile time grows with it);
             when the assignment needs more, programs are merged and the FLOPs this costs show in `Plan.balance`.
         momentum_sharding: where Muon's momentum lies: 'params' as the parameters, or 'replicas' also cut over the axes
@@ -43,6 +47,8 @@ class PlanOptions:
     momentum_sharding: str = "params"
 
     def __post_init__(self) -> None:
+        if isinstance(self.topology, str) and self.topology != AUTO:
+            machine(self.topology)  # raises for an unknown name
         if self.transport not in ("auto", *TRANSPORTS):
             raise ValueError(
                 f"PlanOptions: unknown transport {self.transport!r}; known: {', '.join(('auto', *TRANSPORTS))}."
@@ -55,15 +61,19 @@ class PlanOptions:
             object.__setattr__(self, "dedup_axes", tuple(self.dedup_axes))
         if self.ns_method not in METHODS:
             raise ValueError(f"PlanOptions: unknown ns_method {self.ns_method!r}; known: {', '.join(METHODS)}.")
-        if self.max_wave_bytes != "auto" and (isinstance(self.max_wave_bytes, str) or self.max_wave_bytes < 1):
-            raise ValueError(
-                f"PlanOptions: max_wave_bytes must be 'auto' or at least 1 byte, got {self.max_wave_bytes!r}."
-            )
-        for name in ("waves_under_way", "max_programs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"PlanOptions: {name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("max_wave_bytes", "waves_under_way", "max_programs"):
+            self._require_count(name, getattr(self, name))
         if self.momentum_sharding not in MOMENTUM_SHARDINGS:
             raise ValueError(
                 f"PlanOptions: momentum_sharding must be {' or '.join(map(repr, MOMENTUM_SHARDINGS))}, "
                 f"got {self.momentum_sharding!r}."
             )
+
+    def _require_count(self, name: str, given: Any) -> None:
+        """A positive integer, numpy's taken as Python's: equal options share a plan."""
+        if name == "max_wave_bytes" and isinstance(given, str) and given == "auto":
+            return
+        if not isinstance(given, SupportsIndex) or operator.index(given) < 1:
+            what = "'auto' or at least 1" if name == "max_wave_bytes" else "at least 1"
+            raise ValueError(f"PlanOptions: {name} must be {what}, an integer; got {given!r}.")
+        object.__setattr__(self, name, operator.index(given))

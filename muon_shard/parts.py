@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from muon_shard.layout import Kind
 
 
-def cut(x: jax.Array, kind: Kind) -> list[jax.Array]:
+def split(x: jax.Array, kind: Kind) -> list[jax.Array]:
     """Matrices of one kind [count, rows, cols] → wide matrices [.., m, n], one array for blocks that lie together."""
     if kind.parts is None:
         return [_wide(x)]
@@ -21,7 +21,7 @@ def cut(x: jax.Array, kind: Kind) -> list[jax.Array]:
 
 
 def join(ys: list[jax.Array], kind: Kind) -> jax.Array:
-    """The inverse of `cut`."""
+    """The inverse of `split`."""
     if kind.parts is None:
         return ys[0].mT if kind.shape[0] > kind.shape[1] else ys[0]
     parts, other, pieces = kind.parts, kind.shape[1 - kind.parts.side], []

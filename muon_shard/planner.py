@@ -167,7 +167,12 @@ def best_plan(
 
 def _rivals(plan: MeshPlan, options: PlanOptions) -> list[PlanOptions]:
     """Options that pin one transport and one sharing for all domains, where estimates come close to those chosen."""
-    domains_ = plan.waves[0].domains
+    found_in: dict[Any, Domain] = {}
+    for domain in plan.domains:  # of all waves: none need hold matrices of all domains
+        seen = plan.leaves[domain.leaves[0]].layout
+        key = (seen.exchange, seen.batch_axes, seen.free, domain.dtype, domain.out_dtype, domain.choice)
+        found_in.setdefault(key, domain)
+    domains_ = list(found_in.values())
     free = any(leaf.layout.free for leaf in plan.leaves)
     sharings = ("all", ()) if free and options.dedup_axes == "auto" else (options.dedup_axes,)
     scattered = [domain.choice.seconds for domain in domains_ if domain.packing.exchange]

@@ -70,8 +70,12 @@ def simulate(plan: Plan, topology: str | Topology, *, host: Host | None = None) 
         host: a host that launches every operation on its own; None: one that is never late, as under `jit`.
 
     Raises:
-        ValueError: for an unknown name, or listing all that is wrong with a topology.
+        ValueError: no plan, an unknown name, or listing all that is wrong with a topology.
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f"simulate: expected a Plan, got a {type(plan).__name__}. Consider muon_shard.make_plan(params)."
+        )
     lanes: list[Lane] = []
     name = topology if isinstance(topology, str) else ""
     for number, part in enumerate(plan.parts):

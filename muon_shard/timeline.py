@@ -130,11 +130,12 @@ class Timeline:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.to_trace(), file)
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, path_or_ax: Any = None) -> Any:
         """Draws a bar per lane, coloured by phase; blank is waiting.
 
         Args:
-            ax: matplotlib axes to draw on; None makes a figure.
+            path_or_ax: a file to write (its suffix decides the format), or matplotlib axes to draw on; None makes a
+                figure.
 
         Returns:
             The axes.
@@ -142,8 +143,8 @@ class Timeline:
         Raises:
             ModuleNotFoundError: without matplotlib, saying what to install.
         """
-        if ax is None:
-            ax = _axes(len(self.lanes))
+        to_file = isinstance(path_or_ax, str | os.PathLike)
+        ax = _axes(len(self.lanes)) if path_or_ax is None or to_file else path_or_ax
         height = 0.8 if len(self.lanes) > 1 else 0.4
         for phase, colour in COLOURS.items():
             spans = [(y, s) for y, lane in enumerate(self.lanes) for s in lane.spans if s.phase == phase]
@@ -158,6 +159,8 @@ class Timeline:
         ax.set_ylabel("devices with one program")
         if self.lanes:
             ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+        if to_file:
+            ax.figure.savefig(path_or_ax, dpi=150)
         return ax
 
     def __str__(self) -> str:

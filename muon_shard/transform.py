@@ -1,27 +1,33 @@
 """The optax face: `scale_by_muon` and `muon`, with optax's arguments, defaults, state and labels."""
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonState
 
 from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.execute import execute, reshard_typed
-from muon_shard.labels import DimensionNumbers, Route, require_matrices, require_moments, route, warn_of_doubts
-from muon_shard.momentum import Asking, Home
+from muon_shard.labels import (
+    DimensionNumbers,
+    Route,
+    require_matrices,
+    require_moments,
+    route,
+    warn_of_doubts,
+    warn_of_unused,
+)
+from muon_shard.momentum import Home
 from muon_shard.newton_schulz import coefficients, make_orthogonalizer
 from muon_shard.options import PlanOptions
 from muon_shard.orthogonalizer import Orthogonalizer
 from muon_shard.planner import inner_dtypes, layouts, plan_meshes
+from muon_shard.scale import scale_by_shape
 from muon_shard.shardings import (
     Memory,
     Placement,
@@ -103,6 +109,10 @@ def scale_by_muon(
     Raises:
         ValueError: at init or update, listing every leaf that cannot be served and why.
     """
+    if not isinstance(plan_options, PlanOptions):
+        raise ValueError(
+            f"plan_options must be a PlanOptions, got {plan_options!r}. Consider PlanOptions(transport=…, …)."
+        )
     ns_steps = _static(ns_steps)
     run = make_orthogonalizer(
         orthogonalizer, ns_coeffs, ns_steps, preconditioning, method=plan_options.ns_method, adaptive=adaptive
@@ -143,7 +153,7 @@ def scale_by_muon(
         routes = matrices(seen)
         like = updates if params is None else params
         # As the parameters lies the momentum itself, which knows best; one that lies on no mesh yet as its gradient.
-        known, otherwise = (like, state.mu) if over_replicas else (state.mu, updates)
+        known, otherwise = (like, state.mu) if over_replicas and params is not None else (state.mu, updates)
         lying = jax.tree.map(lambda x, y: y if mesh_of(x) is None else x, known, otherwise)
         shown = lying if seen is updates or over_replicas else seen
         placements = place_leaves(shown, param_shardings, memory, where)
@@ -247,7 +257,7 @@ def muon(
                     orthogonalizer=orthogonalizer,
                     plan_options=plan_options,
                 ),
-                _scale_by_shape(muon_weight_dimension_numbers, consistent_rms, param_shardings),
+                scale_by_shape(muon_weight_dimension_numbers, consistent_rms, param_shardings),
                 optax.add_decayed_weights(weight_decay, weight_decay_mask),
                 optax.scale_by_learning_rate(learning_rate),
             ),
@@ -268,74 +278,12 @@ def muon(
     )
 
     def init(params: Any) -> Any:
-        warn_of_doubts(route(whole(params, param_shardings, "muon"), muon_weight_dimension_numbers))
+        routes = route(whole(params, param_shardings, "muon"), muon_weight_dimension_numbers)
+        warn_of_unused(muon_weight_dimension_numbers, routes)
+        warn_of_doubts(routes)
         return _on_mesh(both.init(params), params)
 
     return optax.GradientTransformationExtraArgs(init, both.update)
-
-
-def opt_state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
-    """The sharding each leaf of `tx.init(params)` should have: moments like their parameters, the rest replicated.
-
-    With `PlanOptions(momentum_sharding='replicas')` Muon's momentum is also cut over the axes that replicate its
-    parameter; Adam's moments are not.
-
-    For `jax.jit(tx.init, out_shardings=…)` and as the target of a checkpoint restore; without it, a jitted init on Auto
-    axes leaves the momentum on one device or replicated.
-
-    Args:
-        tx: any optax transformation.
-        params: pytree of arrays or `ShapeDtypeStruct`s with `NamedSharding`s on one mesh.
-
-    Raises:
-        ValueError: listing leaves without a `NamedSharding`.
-    """
-    named, _ = jax.tree_util.tree_flatten_with_path(params)
-    raise_for_leaves(
-        "opt_state_shardings",
-        "without a NamedSharding",
-        [
-            Offence(
-                "params" + jax.tree_util.keystr(path),
-                f"its sharding is {getattr(leaf, 'sharding', None)}",
-                leaf.shape,
-                str(leaf.dtype),
-            )
-            for path, leaf in named
-            if not isinstance(getattr(leaf, "sharding", None), NamedSharding)
-        ],
-        "Consider jax.device_put, or ShapeDtypeStructs that carry a sharding.",
-    )
-    told: list[Any] = []
-    structs = jax.tree.map(lambda x: Asking(x, told), params)
-
-    def init() -> Any:
-        state = tx.init(structs)
-        own = {id(momentum): sharding for momentum, sharding in told}
-        shardings.extend(own.get(id(leaf)) for leaf in jax.tree.leaves(state))
-        return state
-
-    shardings: list[NamedSharding | None] = []
-    try:  # closed over, not traced: so ours also remembers the shardings, and a jitted init needs no other hint
-        shapes, treedef = jax.tree.flatten(jax.eval_shape(init))
-    except TypeError:  # some (schedule_free, inject_hyperparams) compute with the parameters, and must be traced
-        plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        shapes, treedef = jax.tree.flatten(jax.eval_shape(tx.init, plain))
-        shardings = [None] * len(shapes)
-    state = treedef.unflatten(
-        [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(shapes, shardings, strict=True)]
-    )
-    meshes = list(dict.fromkeys(leaf.sharding.mesh for _, leaf in named))
-    rest = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    return optax.tree.map_params(
-        tx,
-        lambda moment, param: moment if masked(moment) else moment.sharding or param.sharding,
-        state,
-        params,
-        transform_non_params=lambda _: rest,
-        is_leaf=masked,
-    )
 
 
 def _steady(adam: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -349,7 +297,8 @@ def _steady(adam: optax.GradientTransformation) -> optax.GradientTransformation:
         onto = lambda tree: jax.tree.map(_onto, tree, moments)  # noqa: E731
         done, after = adam.update(onto(updates), state, None if params is None else onto(params))
         after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
-        return jax.tree.map(_onto, done, updates if params is None else params), after
+        like = updates if params is None else params
+        return jax.tree.map(lambda x, to: _onto(x.astype(to.dtype), to), done, like), after
 
     return optax.GradientTransformation(adam.init, update)
 
@@ -403,52 +352,3 @@ def _onto(x: jax.Array, like: Any) -> jax.Array:
     if here is not None and there is not None and not here.is_equivalent_to(there, x.ndim):
         return jax.device_put(x, there)
     return reshard_typed(x, jax.typeof(like).sharding.spec)
-
-
-def _scale_by_shape(
-    dimension_numbers: DimensionNumbers, consistent_rms: jax.typing.ArrayLike | None, param_shardings: Shardings
-) -> optax.GradientTransformation:
-    """`optax.contrib.scale_by_shape`, by the global shape of each matrix."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        leaves, treedef = jax.tree.flatten(updates)
-        seen = whole(updates, param_shardings, "muon")
-        factors = [_factor(r, consistent_rms) for r in route(seen, dimension_numbers)]
-        if seen is not updates:
-            placements = place_leaves(seen, param_shardings, Memory(), "muon")
-            factors = [_of_shard(f, placement.spec) for f, placement in zip(factors, placements, strict=True)]
-        return treedef.unflatten([x * jnp.asarray(f, x.dtype) for x, f in zip(leaves, factors, strict=True)]), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def _factor(r: Route, consistent_rms: jax.typing.ArrayLike | None) -> Any:
-    """A number; where blocks have different ones, an array of the leaf's rank, as long as the axis they divide."""
-    fan_in, fan_out = (math.prod(r.shape[d] for d in dims) for dims in (r.rows, r.cols))
-    if r.cut is None or not fan_in * fan_out:
-        return _scale(fan_in, fan_out, consistent_rms)
-    axis, total = r.cut.axis, sum(r.cut.sizes)
-    if axis in r.rows:
-        scales = [_scale(fan_in * size // total, fan_out, consistent_rms) for size in r.cut.sizes]
-    else:
-        scales = [_scale(fan_in, fan_out * size // total, consistent_rms) for size in r.cut.sizes]
-    if len(set(r.cut.sizes)) == 1:
-        return scales[0]
-    places = np.tile(np.repeat(np.arange(len(scales)), r.cut.sizes), r.cut.periods(r.shape[axis]))
-    return jnp.asarray(scales)[places].reshape([-1 if d == axis else 1 for d in range(len(r.shape))])
-
-
-def _scale(fan_in: int, fan_out: int, consistent_rms: jax.typing.ArrayLike | None) -> Any:
-    if consistent_rms is None:
-        return math.sqrt(max(1, fan_out / fan_in)) if fan_in else 1.0
-    return math.sqrt(max(fan_in, fan_out)) * consistent_rms
-
-
-def _of_shard(factor: Any, spec: tuple[tuple[str, ...], ...]) -> Any:
-    """The part of an array of factors that belongs to this device's shard, inside a user's `shard_map`."""
-    for axis, axes in enumerate(spec):
-        if axes and jnp.ndim(factor) and factor.shape[axis] > 1:
-            size = factor.shape[axis] // lax.axis_size(axes)
-            factor = lax.dynamic_slice_in_dim(factor, lax.axis_index(axes) * size, size, axis)
-    return factor

@@ -8,7 +8,7 @@ import numpy as np
 
 from muon_shard.layout import Kind
 from muon_shard.packing import Packing
-from muon_shard.parts import cut, join
+from muon_shard.parts import join, split
 from muon_shard.transports import take_pages
 from muon_shard.views import View
 
@@ -28,7 +28,7 @@ class WholeMatrices(View):
         ways, order = _grid(kind, self.packing)
         blocks = received.reshape(-1, count, received.shape[1] // count)[:, :, : kind.elements]
         x = blocks.reshape(*ways, count, *kind.block).transpose(order).reshape(count, *kind.shape)
-        return cut(x, kind)
+        return split(x, kind)
 
     def orthogonalize(self, x: jax.Array, operands: tuple[jax.Array, ...]) -> jax.Array:
         return self.orthogonalizer(x, *operands)

@@ -221,3 +221,14 @@ def test_batch_axes_are_the_rest():
 
 def test_numpy_trees_route():
     assert route([np.ones((2, 2))])[0].dtype == "float64"
+
+
+def test_a_rule_that_matches_nothing_is_named():
+    rules = from_rules([("qkv_proj", Dims(0, 1)), ("up", Dims(0, 1))])
+    with pytest.warns(UserWarning, match="'qkv_proj' of from_rules: no leaf matches. Paths look like 'qkv'"):
+        muon_shard.muon(0.1, muon_weight_dimension_numbers=rules).init({"qkv": np.ones((4, 4)), "up": np.ones((4, 4))})
+
+
+def test_rules_taken_for_a_schedule_say_so():
+    with pytest.raises(ValueError, match="static_args=muon_shard.STATIC_ARGS"):
+        by_path(np.zeros([], np.int32))

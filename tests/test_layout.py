@@ -69,8 +69,8 @@ def test_axes_have_roles():
 def test_over_replicas(shape, spec, text):
     rank = len(shape)
     layout = make_layout(shape, spec, (rank - 2,), (rank - 1,), MESH)
-    over = layout.over_replicas()
-    assert str(over) == text and over.over_replicas() == over
+    over = make_layout(shape, layout.spec_over_replicas, (rank - 2,), (rank - 1,), MESH)
+    assert str(over) == text and over.spec_over_replicas == over.spec
     assert all(more[: len(axes)] == axes for more, axes in zip(over.spec, layout.spec, strict=True))  # the minor part
 
 

@@ -19,7 +19,9 @@ from test_transform import TOLERANCE, assert_sharded_like, largest_difference
 import muon_shard
 from muon_shard import Blocks
 from muon_shard.audit import audit
+from muon_shard.layout import spec_entries
 from muon_shard.logical import Cut
+from muon_shard.shardings import only_axes, partition_spec
 from muon_shard.simulate import Host
 from muon_shard.transports import TRANSPORTS
 
@@ -320,8 +322,11 @@ def test_one_block_is_the_whole():
     assert all(plan.parts == plans[0].parts for plan in plans)
 
 
-@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
-def test_inside_a_users_shard_map(axis_type):
+@pytest.mark.parametrize(
+    ("axis_type", "manual", "checked"),
+    [("auto", None, False), ("explicit", None, True), ("auto", {"fsdp"}, True), ("explicit", {"fsdp"}, False)],
+)
+def test_inside_a_users_shard_map(axis_type, manual, checked):
     case = only(FUSED["across"], "qkv", "rows", "swapped")
     mesh = case.make_mesh(axis_type)
     params, grads = (case.put(case.host(seed), mesh) for seed in (0, 1))
@@ -331,7 +336,9 @@ def test_inside_a_users_shard_map(axis_type):
     def step(params, grads):
         return tx.update(grads, tx.init(params), params)[0]
 
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, specs), out_specs=specs, check_vma=False)
+    axes = set(manual or mesh.axis_names)
+    cut = {name: partition_spec(only_axes(spec_entries(spec, 2), list(axes))) for name, spec in specs.items()}
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(cut, cut), out_specs=cut, axis_names=axes, check_vma=checked)
     check_all([jax.jit(mapped)(params, grads)], [{name: oracle("across")[0][name] for name in case.leaves}])
 
 

@@ -376,3 +376,27 @@ def test_blocks_of_a_leaf_are_the_same_over_replicas(axis_type, limit):
     assert len(plan.parts[0].waves) > 1 if limit != "auto" else len(plan.parts[0].waves) == 1
     assert plan.momentum_bytes * 2 == plan.momentum_bytes_by_sharding["params"]
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_heads_stay_apart_over_replicas():
+    case = Case({"replica": 2, "fsdp": 4}, {"heads": Leaf((1024, 1024), P(None, "fsdp"), muon_shard.Blocks(1, 256))})
+    plans = [
+        muon_shard.make_plan(
+            case.abstract(case.make_mesh()),
+            muon_weight_dimension_numbers=case.dims,
+            options=muon_shard.PlanOptions(momentum_sharding=how, dedup_axes="all"),
+        )
+        for how in ("params", "replicas")
+    ]
+    assert plans[1].flops_per_device <= plans[0].flops_per_device
+    assert plans[1].momentum_bytes * 2 == plans[0].momentum_bytes
+
+
+def test_momentum_stays_without_parameters():
+    case = Case(SMALL.mesh, {"rows": SMALL.leaves["rows"]})
+    params = case.put(case.host(), case.make_mesh("explicit"))
+    tx = muon_shard.scale_by_muon(plan_options=REPLICAS)
+    state = tx.init(params)
+    grads = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(x.sharding.mesh, P(("replica", "fsdp")))), params)
+    _, after = jax.jit(tx.update)(grads, state)
+    assert after.mu["rows"].sharding == state.mu["rows"].sharding

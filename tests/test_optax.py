@@ -396,3 +396,23 @@ def test_second_call_does_not_compile_and_donation_aliases_the_state():
     state, params = step(grads, state, params)
     assert aliased == donated
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", ["chain", "masked", "MultiSteps", "inject_hyperparams", "schedule_free"])
+def test_momentum_over_replicas_is_seen_through_wrappers(name):
+    options = muon_shard.PlanOptions(momentum_sharding="replicas")
+    params = put(HOST[0])
+
+    def make(learning_rate):
+        return muon_shard.muon(learning_rate, plan_options=options, param_shardings=params)
+
+    if name == "inject_hyperparams":
+        inject = optax.inject_hyperparams(muon_shard.muon, static_args=muon_shard.STATIC_ARGS)
+        tx = inject(learning_rate=0.1, plan_options=options, param_shardings=params)
+    else:
+        tx = WRAPPERS[name](make)
+    born, told = tx.init(params), muon_shard.opt_state_shardings(tx, params)
+    moments = jax.tree.leaves(optax.tree.get_all_with_path(born, "mu"))
+    assert any("replica" in str(x.sharding.spec) for x in moments if hasattr(x, "sharding"))
+    for x, sharding in zip(jax.tree.leaves(born), jax.tree.leaves(told), strict=True):
+        assert x.ndim < 2 or x.sharding.is_equivalent_to(sharding, x.ndim), x.shape  # scalars are born anywhere

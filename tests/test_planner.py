@@ -302,3 +302,22 @@ def test_two_hops_instead_of_gathers_on_512_devices():
 def dense(params):
     """Without the experts."""
     return {path: x for path, x in params.items() if "experts" not in path.split(".")}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "dims"),
+    [((256, 128), P(("x", "r")), muon_shard.Blocks(1, (64, 32, 32))), ((128, 128), P("x"), Dims(0, 1))],
+)
+@pytest.mark.parametrize("topology", ["h100", "cpu"])
+def test_rivals_know_the_domains_of_all_waves(shape, spec, dims, topology):
+    """A transport that one domain refuses, or that only others are better off with, is no rival."""
+    leaves = {f"skinny{i}": ((64, 4096), P(None, "x")) for i in range(64)} | {"other": (shape, spec)}
+    plan = muon_shard.make_plan(
+        abstract({"x": 4, "r": 2}, leaves),
+        options=muon_shard.PlanOptions(max_wave_bytes=2**20, topology=topology),
+        muon_weight_dimension_numbers={name: dims if name == "other" else Dims(0, 1) for name in leaves},
+    )
+    (part,) = plan.parts
+    other = [leaf.path for leaf in part.leaves].index("params['other']")
+    assert {d.choice.transport for d in part.domains if other in d.leaves}.isdisjoint({"gram"})
+    assert len(part.waves) > 1 and any(other not in d.leaves for d in part.waves[0].domains)

@@ -80,7 +80,7 @@ def test_no_wave_under_way_raises():
         muon_shard.PlanOptions(waves_under_way=0)
 
 
-@pytest.mark.parametrize("bad", [0, -1, "some"])
+@pytest.mark.parametrize("bad", [0, -1, "some", 5000.0])
 def test_bad_bounds_raise(bad):
     with pytest.raises(ValueError, match="max_wave_bytes"):
         muon_shard.PlanOptions(max_wave_bytes=bad)

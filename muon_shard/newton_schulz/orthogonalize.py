@@ -44,7 +44,7 @@ class NewtonSchulz(Orthogonalizer):
         if not isinstance(self.steps, int) or self.steps < 1:
             raise ValueError(
                 f"ns_steps must be a Python int of at least 1, got {self.steps!r}. "
-                "Under optax.inject_hyperparams pass static_args=('ns_steps',)."
+                "Under optax.inject_hyperparams pass static_args=muon_shard.STATIC_ARGS."
             )
         if self.preconditioning not in PRECONDITIONINGS:
             raise ValueError(f"Unknown preconditioning {self.preconditioning!r}; known: {', '.join(PRECONDITIONINGS)}.")
