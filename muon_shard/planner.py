@@ -30,7 +30,7 @@ from muon_shard.transports import TRANSPORTS, Gather, Gram
 CLOSE = 1.5
 """How far above the least a transport's estimate may lie for a plan of its own to be tried."""
 
-NOTICED_SHARE, NOTICED_SECONDS = 0.01, 5e-5
+NOTICED_SHARE, NOTICED_SECONDS = 0.01, 2e-4
 """How much faster in the simulator such a plan must be, of the time and absolutely; one that repeats work by as much as
 an estimate must."""
 
