@@ -384,7 +384,10 @@ def _why_not_a_matrix(leaf: Any, numbers: Any) -> str:
         return f"{numbers!r} is neither MuonDimensionNumbers nor Blocks nor None{what}"
     if rank < 2:
         return f"rank {rank}, a matrix needs rank 2 or more"
-    given = [_as_tuple(axes) for axes in (numbers.reduction_axis, numbers.output_axis)]
+    try:
+        given = [_as_tuple(axes) for axes in (numbers.reduction_axis, numbers.output_axis)]
+    except TypeError:
+        return f"{numbers} names axes that are no integers"
     if not all(given):
         return f"{numbers} names no reduction or no output axis"
     outside = [a for a in given[0] + given[1] if not -rank <= a < rank]

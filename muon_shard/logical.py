@@ -43,9 +43,10 @@ class Blocks:
     output_axis: int | Sequence[int] = 1
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "reduction_axis", "output_axis"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("sizes", "reduction_axis", "output_axis"):  # lists and arrays as tuples: a record is hashable
+            given = getattr(self, name)
+            if _integer(given) is None:
+                object.__setattr__(self, name, _integers(given) or given)
 
     def why_not(self, shape: Sequence[int], matrix: Sequence[int]) -> str:
         """Why a leaf with these matrix axes cannot be divided so, in one sentence; '' if it can."""

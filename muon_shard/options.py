@@ -34,7 +34,8 @@ class PlanOptions:
         momentum_sharding: where Muon's momentum lies: 'params' as the parameters, or 'replicas' also cut over the axes
             that replicate them, as in ZeRO-1 (arXiv 1910.02054): 1/R of the memory on R replicas. Gradients are then
             brought to the momentum, and updates are gathered over these axes. Sizes are never padded: an axis that
-            divides no dimension of a leaf still replicates its momentum. Adam's moments stay as the parameters.
+            divides no dimension of a leaf still replicates its momentum. Adam's moments stay as the parameters. Not
+            inside a `shard_map` of one's own.
     """
 
     topology: str | Topology = "auto"

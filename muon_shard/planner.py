@@ -56,7 +56,8 @@ def make_plan(
         param_shardings: shardings where `params` does not carry them, as for `muon`.
         ns_coeffs: as for `muon`, like `ns_steps`, `ns_dtype` and `orthogonalizer`: they decide what a matrix costs.
         ns_steps: Newton–Schulz steps.
-        ns_dtype: dtype in which matrices travel and are orthogonalized.
+        ns_dtype: dtype in which matrices travel and are orthogonalized; None: the parameters', which is what gradients
+            of the same dtype make of it.
         mu_dtype: dtype of the momentum, which tells the memory it takes.
         orthogonalizer: in place of Newton–Schulz.
 
