@@ -100,7 +100,8 @@ def scale_by_muon(
             there the in_specs of the parameters, with the axes that are not Manual added behind. Manual axes are used
             as they are, with `check_vma` or without; take the mean of the gradients over replicas first.
         ns_dtype: dtype in which matrices travel and are orthogonalized, for example bfloat16 for half the bytes; None:
-            that of momentum and gradient together. State and updates keep their dtypes, Gram matrices are at least float32.
+            that of momentum and gradient together. State and updates keep their dtypes, Gram matrices are at least
+            float32.
         orthogonalizer: a function [batch, m, n] → [batch, m, n], m ≤ n, to run in place of Newton–Schulz, or a
             `CustomOrthogonalizer` that also says what it costs. `ns_coeffs`, `ns_steps`, `eps` and `preconditioning`
             then have no effect.
