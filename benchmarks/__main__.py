@@ -24,6 +24,7 @@ from rich.progress import track
 QUICK = {
     "reference step": ["step", "--set", "reference", "--rounds", "1"],
     "mixed step": ["step", "--set", "mixed", "--rounds", "1"],
+    "phases": ["phases", "--rounds", "2"],
     "Newton–Schulz": ["newton_schulz", "--rounds", "3", "--shapes", "1024x4096", "512x2048", "74x24x10240"],
     "transports": ["transports", "--rounds", "2"],
     "article": ["article", "--quick"],
@@ -39,6 +40,7 @@ FULL = QUICK | {
     "reference step": ["step", "--set", "reference", "--rounds", "5"],
     "mixed step": ["step", "--set", "mixed", "--rounds", "5"],
     "replicated step": ["step", "--set", "replicated", "--rounds", "2", "--peers", "ours", "stacked", "optax"],
+    "phases": ["phases", "--rounds", "7"],
     "Newton–Schulz": ["newton_schulz", "--rounds", "9"],
     "accuracy": ["ns_accuracy"],
     "transports": ["transports", "--rounds", "5"],

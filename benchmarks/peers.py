@@ -154,7 +154,9 @@ def redundant(mesh: Mesh, specs: Specs, dims: Dims | None = None) -> optax.Gradi
     return momentum_then(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs), dims)
 
 
-def stacked(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
+def stacked(
+    mesh: Mesh, specs: Specs, ns: Callable[[jax.Array], jax.Array] = newton_schulz
+) -> optax.GradientTransformation:
     """One stack [K, m, n] per shape and spec, K padded to the devices and spread over all of them.
 
     The constraints are staged: first K over the axes that cut the matrix, which is an all-to-all, then over
@@ -170,7 +172,7 @@ def stacked(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
         stages = [P(None, *spec), P(cut or None, None, None), P(cut + free, None, None)]
         for stage in stages:
             stack = constrain(stack, stage)
-        stack = newton_schulz(stack)
+        stack = ns(stack)
         for stage in reversed(stages):
             stack = constrain(stack, stage)
         return stack

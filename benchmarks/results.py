@@ -18,6 +18,7 @@ MARKS = {
     "planning": "plan_seconds",
     "parity": "worst",
     "second_call": "eager_init",
+    "phases": "floor_ms",
     "processes": "replicas_equal",
     "ns_accuracy": "errors",
 }
