@@ -355,8 +355,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
-@pytest.mark.parametrize("limit", ["auto", 1])
+@pytest.mark.parametrize(("axis_type", "limit"), [("auto", 1), ("explicit", "auto")])
 def test_blocks_of_a_leaf_are_the_same_over_replicas(axis_type, limit):
     """An axis that joins what blocks divide cuts the leaf, not the batch dimension that equal blocks may be."""
     more = {f"qkv {i}": FUSED["qkv"] for i in range(8)}  # so that some device owns two
