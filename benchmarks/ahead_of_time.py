@@ -2,8 +2,9 @@
 
 One row per target, mesh and transport: the audit's verdict, result bytes of collectives as planned and as found, how
 many nobody planned, temporaries, seconds to compile, and shares of the collectives' bytes: 'async' have a start and a
-done, 'overlap' have a fusion, product, conditional or loop between the two. A schedule shows that bytes could hide
-behind work, not that they do. Nothing runs, so no accelerator is needed, only its compiler: jax[tpu] or jax[cuda12].
+done, 'work' have a fusion, product, conditional or loop between the two, 'NS' one that holds products of matrices. A
+schedule shows that bytes could hide behind work, not that they do. `--waves` cuts the exchange, so that there is
+something to hide behind. Nothing runs, so no accelerator is needed, only its compiler: jax[tpu] or jax[cuda12].
 """
 
 import argparse
@@ -13,7 +14,7 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import muon_shard
+from benchmarks.module_text import Instruction, computations
 from muon_shard import hlo
 from muon_shard.transports import TRANSPORTS
 
@@ -85,14 +87,27 @@ TARGETS = {  # by the name of the topology's preset
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One compilation."""
+    """One compilation: so many waves, of which so many may be under way at a time."""
 
     target: str
     mesh: Mesh
     transport: str
+    waves: int = 1
+    under_way: int = 2
 
     def __str__(self) -> str:
-        return f"{self.target} ({sizes(self.mesh.shape)}) {self.transport}"
+        waves = f", {self.waves} waves, {self.under_way} under way" if self.waves > 1 else ""
+        return f"{self.target} ({sizes(self.mesh.shape)}) {self.transport}{waves}"
+
+    def options(self, params: Any) -> muon_shard.PlanOptions:
+        """Buffers bounded by their part of what one wave takes."""
+        options = muon_shard.PlanOptions(topology=self.target, transport=self.transport, waves_under_way=self.under_way)
+        if self.waves == 1:
+            return options
+        one = max(
+            wave.buffer_bytes for part in muon_shard.make_plan(params, options=options).parts for wave in part.waves
+        )
+        return dataclasses.replace(options, max_wave_bytes=-(-one // self.waves))
 
 
 def sizes(mesh: Mapping[str, int]) -> str:
@@ -119,7 +134,7 @@ def model(mesh: Mesh, layers: int, width: int) -> dict[str, jax.ShapeDtypeStruct
 
 def compiled(case: Case, params: Any, compiler_options: dict[str, Any]) -> tuple[jax.stages.Compiled, muon_shard.Plan]:
     """The update, its results where the parameters lie, and its plan."""
-    options = muon_shard.PlanOptions(topology=case.target, transport=case.transport)
+    options = case.options(params)
     tx = muon_shard.scale_by_muon(param_shardings=params, plan_options=options)
     shardings = muon_shard.opt_state_shardings(tx, params)
     shapes = jax.eval_shape(tx.init, params)
@@ -132,6 +147,7 @@ def compiled(case: Case, params: Any, compiler_options: dict[str, Any]) -> tuple
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Compile and audit one case; 'error' says what raised."""
     facts = {"target": case.target, "mesh": dict(case.mesh.shape), "transport": case.transport}
+    facts |= {"waves": case.waves, "under_way": case.under_way}
     start = time.perf_counter()
     try:
         module, plan = compiled(case, model(case.mesh, args.layers, args.width), dict(args.compiler_options))
@@ -143,6 +159,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         pathlib.Path(args.dump, f"{re.sub('[^a-z0-9_]+', '-', str(case))}.txt").write_text(text, encoding="utf-8")
     return facts | {
         "audit": audit.to_json(),
+        "waves": len(plan.parts[0].waves),
         "planned_bytes": sum(row.planned.bytes for row in audit.rows),
         "found_bytes": sum(row.found.bytes for row in audit.rows),
         "extra": sum(row.found.count - row.planned.count for row in audit.extra),
@@ -154,47 +171,71 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 # Overlap. The text of a compiled module is in the order of its schedule.
 
-_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][a-z\d\-]*)\((.*)")
 _WORK = ("fusion", "dot", "convolution", "conditional", "while", "call")  # `call` runs a CUDA graph
 _PRODUCT = re.compile(r'custom_call_target="__(cublas|cudnn|triton)')
 _LEAST = 4096  # bytes: what makes less is a counter or a table, and hides nothing
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
 def overlap(text: str) -> dict[str, float]:
-    """Shares of the collectives' bytes that are asynchronous, and that have work between start and done."""
+    """Shares of the collectives' bytes: asynchronous; with any work between start and done; with NS there."""
     pairs, found = dict(bracketed(text)), hlo.collectives(text)
     total = sum(f.bytes * f.count for f in found) or 1
-    return {
-        "async": sum(f.bytes * f.count for f in found if f.name in pairs) / total,
-        "overlap": sum(f.bytes * f.count for f in found if pairs.get(f.name)) / total,
-    }
+
+    def share(between: Collection[str]) -> float:
+        return sum(f.bytes * f.count for f in found if pairs.get(f.name) in between) / total
+
+    return {"async": share(("", "work", "NS")), "overlap": share(("work", "NS")), "ns_overlap": share(("NS",))}
 
 
-def bracketed(text: str) -> Iterator[tuple[str, bool]]:
-    """Asynchronous collectives by name, and whether work stands between start and done."""
-    running: dict[str, bool] = {}
-    for name, result, opcode, rest in filter(None, map(_parts, text.splitlines())):
-        if opcode.endswith("-start") and '"is_sync":true' not in rest:  # GPU prints pairs where it blocks, too
-            running[name] = False
-        elif opcode.endswith("-done") and (start := hlo.names(rest.split(")")[0])[0]) in running:
-            yield start, running.pop(start)
-        elif (opcode in _WORK or _PRODUCT.search(rest)) and hlo.type_bytes(result) >= _LEAST:
-            running = dict.fromkeys(running, True)
-    for computation in text.split("\n\n"):
-        if "AsyncCollectiveStart" in computation:  # TPU: the first of a chain of fusions that also hold the work
-            yield from ((parts[0], True) for parts in map(_parts, computation.splitlines()) if parts)
+def bracketed(text: str) -> Iterator[tuple[str, str]]:
+    """Asynchronous collectives by name, and what stands between start and done: 'NS', other 'work', or ''."""
+    found, _ = computations(text)
+    products = with_products(found)
+    running: dict[str, str] = {}
+    chains: dict[str, tuple[list[str], str]] = {}
+    for computation, body in found.items():
+        for i in body:
+            if i.opcode.endswith("-start") and '"is_sync":true' not in i.rest:  # GPU prints pairs that block, too
+                running[i.name] = ""
+            elif i.opcode.endswith("-done") and (start := hlo.names(i.rest.split(")")[0])[0]) in running:
+                yield start, running.pop(start)
+            elif (i.opcode in _WORK or is_product(i)) and hlo.type_bytes(i.result) >= _LEAST:
+                now = "NS" if is_product(i) or products.intersection(i.called) else "work"
+                running = {start: "NS" if "NS" in (now, before) else now for start, before in running.items()}
+        whole = "\n".join(i.rest for i in body)
+        for chain in set(_CHAIN.findall(whole)):  # TPU: of fusions that also hold the work; the first one counts
+            starts, between = chains.get(chain, ([], "work"))
+            if "AsyncCollectiveStart" in whole:
+                starts = [i.name for i in body]
+            chains[chain] = (starts, "NS" if computation in products else between)
+    for starts, between in chains.values():
+        yield from ((name, between) for name in starts)
 
 
-def _parts(line: str) -> tuple[str | Any, ...] | None:
-    """Name, type of the result, opcode, and the rest of an instruction."""
-    match = _INSTRUCTION.match(line)
-    return match.groups() if match else None
+def with_products(found: Mapping[str, Sequence[Instruction]]) -> set[str]:
+    """The computations that hold products of matrices, or call one that does."""
+    products = {name for name, body in found.items() if any(map(is_product, body))}
+    while more := {
+        name
+        for name, body in found.items()
+        if name not in products and any(products.intersection(i.called) for i in body)
+    }:
+        products |= more
+    return products
+
+
+def is_product(i: Instruction) -> bool:
+    """Whether an instruction is a product of matrices."""
+    return i.opcode in ("dot", "convolution") or bool(_PRODUCT.search(i.rest))
 
 
 # The command
 
 
-def cases(targets: Iterable[str], transports: Iterable[str], console: Console) -> Iterator[Case]:
+def cases(
+    targets: Iterable[str], transports: Iterable[str], console: Console, waves: int = 1, under_way: Sequence[int] = (2,)
+) -> Iterator[Case]:
     """Every mesh and transport that go together; one sentence for each target whose compiler is missing."""
     for name in targets:
         target = TARGETS[name]
@@ -209,7 +250,8 @@ def cases(targets: Iterable[str], transports: Iterable[str], console: Console) -
             auto = (AxisType.Auto,) * len(axes)
             mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
             exchange = tuple((axis, axes[axis]) for axis in scattered(axes))
-            yield from (Case(name, mesh, t) for t in transports if not TRANSPORTS[t].refuses(exchange))
+            legal = [t for t in transports if not TRANSPORTS[t].refuses(exchange)]
+            yield from (Case(name, mesh, t, waves, at_a_time) for t in legal for at_a_time in under_way)
 
 
 def table(reports: Iterable[dict[str, Any]]) -> Table:
@@ -218,7 +260,7 @@ def table(reports: Iterable[dict[str, Any]]) -> Table:
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     for heading in ("target", "mesh", "transport", "audit"):
         out.add_column(heading)
-    for heading in ("planned", "found", "extra", "temp", "s", "async", "overlap"):
+    for heading in ("planned", "found", "extra", "temp", "s", "async", "work", "NS"):
         out.add_column(heading, justify="right")
     before = None
     for report in reports:
@@ -236,7 +278,10 @@ def cells(report: dict[str, Any]) -> tuple[str, ...]:
         return ("error",)
     judged = [name for name in ("extra", "missing", "resized") if report["audit"][name]]
     planned, found, temp = (f"{report[key] / 1e6:.2f}" for key in ("planned_bytes", "found_bytes", "temp_bytes"))
-    seconds, shares = f"{report['compile_seconds']:.0f}", (f"{report[key]:.2f}" for key in ("async", "overlap"))
+    seconds, shares = (
+        f"{report['compile_seconds']:.0f}",
+        (f"{report[key]:.2f}" for key in ("async", "overlap", "ns_overlap")),
+    )
     return (", ".join(judged) or "ok", planned, found, str(report["extra"]), temp, seconds, *shares)
 
 
@@ -253,6 +298,8 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--waves", type=int, default=1, help="bound the buffers so that there are about as many")
+    parser.add_argument("--waves-under-way", nargs="+", type=int, default=[2], metavar="N", help="one case for each")
     parser.add_argument("--compiler-options", nargs="+", type=option, default=[], metavar="NAME=VALUE")
     parser.add_argument("--dump", metavar="FOLDER", help="also write the text of every module")
     parser.add_argument("--json", metavar="FILE", help="also write all facts, audits included")
@@ -261,7 +308,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # whatever is plugged in stays free
     errors = Console(stderr=True)
-    chosen, reports = list(cases(args.targets, args.transports, errors)), []
+    chosen, reports = list(cases(args.targets, args.transports, errors, args.waves, args.waves_under_way)), []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as progress:
         task = progress.add_task("", total=len(chosen))

@@ -14,6 +14,7 @@ PEERS = {
     "stacked": ("stacks by hand", "#44aa99"),
     "optax": ("optax.contrib.muon\n(GSPMD)", "#f2a65a"),
     "redundant": ("all-gather,\nall compute all", "#cc6677"),
+    "redundant_stacks": ("all-gather,\nequal shapes fused", "#aa4499"),
     "adamw": ("AdamW (floor)", "#999999"),
 }
 COLLECTIVES = {

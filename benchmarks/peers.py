@@ -5,6 +5,7 @@
 | `ours` | `muon_shard.muon` |
 | `optax` | `optax.contrib.muon`; the compiler (GSPMD) decides who computes and moves what |
 | `redundant` | every device gathers every matrix, computes it, keeps its slice: the usual baseline |
+| `redundant_stacks` | the same, equal shapes gathered together and computed as one batch |
 | `stacked` | a careful user: equal shapes stacked, the stack spread over all devices by staged constraints |
 | `adamw` | `optax.adamw`: what a step costs with no matrix work at all |
 
@@ -135,23 +136,44 @@ def redundant(mesh: Mesh, specs: Specs, dims: Dims | None = None) -> optax.Gradi
     """Gather, compute everything everywhere, slice: leaf by leaf."""
     numbers = dims or {}
 
-    def whole(x, spec):
-        for dim, entry in enumerate(spec):
-            if entry is not None:
-                x = lax.all_gather(x, axes_of(entry), axis=dim, tiled=True)
-        return x
-
-    def own_slice(x, spec):
-        for dim, entry in enumerate(spec):
-            if entry is not None:
-                size = x.shape[dim] // lax.axis_size(axes_of(entry))
-                x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes_of(entry)) * size, size, dim)
-        return x
-
     def body(shards):
-        return {k: own_slice(as_matrices(whole(x, specs[k]), numbers.get(k)), specs[k]) for k, x in shards.items()}
+        return {k: repeated(x, specs[k], lambda w, k=k: as_matrices(w, numbers.get(k))) for k, x in shards.items()}
 
     return momentum_then(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs), dims)
+
+
+def redundant_stacks(mesh: Mesh, specs: Specs) -> optax.GradientTransformation:
+    """The same, fused: all leaves of one shape and spec are gathered at once and computed as one batch."""
+
+    def body(shards):
+        out = {}
+        for (_, spec), names in alike(shards, specs).items():
+            done = repeated(jnp.stack([shards[name] for name in names]), P(None, *spec), newton_schulz)
+            out |= {name: done[i] for i, name in enumerate(names)}
+        return out
+
+    return momentum_then(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs))
+
+
+def repeated(x: jax.Array, spec: P, compute: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Under `shard_map`: the own shard of `compute` applied to the whole array on every device."""
+    for dim, entry in enumerate(spec):
+        if entry is not None:
+            x = lax.all_gather(x, axes_of(entry), axis=dim, tiled=True)
+    x = compute(x)
+    for dim, entry in enumerate(spec):
+        if entry is not None:
+            size = x.shape[dim] // lax.axis_size(axes_of(entry))
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes_of(entry)) * size, size, dim)
+    return x
+
+
+def alike(updates: Updates, specs: Specs) -> dict[tuple[tuple[int, ...], P], list[str]]:
+    """The names of leaves by shape and spec."""
+    groups: dict[tuple[tuple[int, ...], P], list[str]] = {}
+    for name, x in updates.items():
+        groups.setdefault((x.shape, specs[name]), []).append(name)
+    return groups
 
 
 def stacked(
@@ -178,11 +200,8 @@ def stacked(
         return stack
 
     def orthogonalize(updates):
-        groups = {}
-        for name, x in updates.items():
-            groups.setdefault((x.shape, specs[name]), []).append(name)
         out = {}
-        for (shape, spec), names in groups.items():
+        for (shape, spec), names in alike(updates, specs).items():
             padding = [jnp.zeros(shape, jnp.float32)] * (-len(names) % mesh.size)
             done = run(jnp.stack([updates[name] for name in names] + padding), spec)
             out |= {name: done[i] for i, name in enumerate(names)}
@@ -195,6 +214,7 @@ PEERS: dict[str, Callable[[Mesh, Specs], optax.GradientTransformation]] = {
     "ours": ours,
     "optax": optax_muon,
     "redundant": redundant,
+    "redundant_stacks": redundant_stacks,
     "stacked": stacked,
     "adamw": adamw,
 }

@@ -7,14 +7,12 @@ conditional the branch with most FLOPs counts: what the busiest device does, whe
 import functools
 import math
 import re
+from collections.abc import Callable
 
-_HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+)(?: \(.*)? \{\s*$")
-_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][a-z\d\-]*)\((.*)")
+from benchmarks.module_text import Instruction, computations
+
 _SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
-_CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|branch_computations|true_computation|false_computation)=(?:\{([^{}]*)\}|%?([\w.\-]+))"
-)
 _TURNS = re.compile(r'known_trip_count":\{"n":"?(\d+)')
 
 
@@ -24,25 +22,25 @@ def product_flops(text: str) -> int:
     Raises:
         ValueError: products in a loop whose turns the module does not tell.
     """
-    computations, entry = _parse(text)
+    found, entry = computations(text)
 
     @functools.cache
     def of(name: str) -> int:
-        return sum(_flops(*line, of, shapes) for line in computations.get(name, ()))
+        return sum(_flops(instruction, of, shapes) for instruction in found.get(name, ()))
 
-    shapes = {name: result for body in computations.values() for name, result, _, _ in body}
+    shapes = {instruction.name: instruction.result for body in found.values() for instruction in body}
     return of(entry)
 
 
-def _flops(name: str, result: str, opcode: str, rest: str, of, shapes: dict[str, str]) -> int:
+def _flops(instruction: Instruction, of: Callable[[str], int], shapes: dict[str, str]) -> int:
     """Of one instruction and what it calls."""
+    name, result, opcode, rest = instruction
     if opcode == "dot":
         contracted = _CONTRACTED.search(rest)
         left = _dims(shapes[re.findall(r"%([\w.\-]+)", rest)[0]])
         over = [left[int(i)] for i in contracted[1].split(",") if i] if contracted else []
         return 2 * math.prod(_dims(result)) * math.prod(over)
-    called = [c.strip().lstrip("%") for many, one in _CALLED.findall(rest) for c in (many or one).split(",")]
-    each = [of(c) for c in called]
+    each = [of(called) for called in instruction.called]
     if opcode == "while" and any(each):
         turns = _TURNS.search(rest)
         if not turns:
@@ -55,16 +53,3 @@ def _dims(result: str) -> list[int]:
     """The sizes of an array type, `f32[8,4]{1,0}`."""
     shape = _SHAPE.match(result)
     return [int(n) for n in shape[1].split(",") if n] if shape else []
-
-
-def _parse(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str]:
-    """(name, type, opcode, rest) of the instructions of each computation, and the entry's name."""
-    computations: dict[str, list[tuple[str, str, str, str]]] = {}
-    entry, current = "", []
-    for line in text.splitlines():
-        if header := _HEADER.match(line):
-            current = computations.setdefault(header[1], [])
-            entry = header[1] if line.startswith("ENTRY") else entry
-        elif found := _INSTRUCTION.match(line):
-            current.append(found.groups())  # type: ignore[arg-type]
-    return computations, entry

@@ -22,6 +22,7 @@ PEERS = {
     "stacked": "same-shape stacks with staged sharding constraints, by hand",
     "optax": "`optax.contrib.muon` under GSPMD",
     "redundant": "all-gather, every device computes everything",
+    "redundant_stacks": "the same, equal shapes gathered and computed together",
     "adamw": "AdamW, the floor",
 }
 
