@@ -18,9 +18,10 @@ from muon_shard.errors import Offence, raise_for_leaves
 from muon_shard.gram_space import GramMatrices
 from muon_shard.layout import Layout, spec_entries
 from muon_shard.packing import Packing
+from muon_shard.pages import Table, take_pages
 from muon_shard.plan import Domain, MeshPlan, PlannedLeaf, Wave
 from muon_shard.shardings import AnyMesh, axis_types, only_axes, partition_spec, varying
-from muon_shard.transports import Gram, take_pages
+from muon_shard.transports import Gram
 from muon_shard.views import View
 from muon_shard.whole_matrices import WholeMatrices
 
@@ -188,9 +189,10 @@ def _wave(
     buffers, kept = [], []
     for domain, view in zip(wave.domains, views, strict=True):
         p = domain.packing
-        pool, mine = view.pack([blocks[leaf][first:last] for leaf, first, last in domain.spans])
-        table = _of_device(_of_device(p.tables.send, p, p.rows), p, p.shared)
-        buffers.append(domain.carrier.bring(_not_before(before, pool, p), table, p.exchange_axes))
+        parts, mine = view.pack([blocks[leaf][first:last] for leaf, first, last in domain.spans])
+        table = _table(p.tables.send, p, p.rows, p.shared)
+        sent = domain.carrier.pack(_not_before(before, parts, p), table)
+        buffers.append(domain.carrier.bring(sent, table, p.exchange_axes))
         kept.append(mine)
     outs = _run_programs(plan, wave, views, operands, buffers)
     updates: list[tuple[int, jax.Array]] = []
@@ -221,13 +223,17 @@ def _all_gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.all_gather(x, axes, to="invarying" if _is_checked(axes) else "varying")
 
 
-def _not_before(signs: list[jax.Array], pool: jax.Array, packing: Packing) -> jax.Array:
-    """The same pool, once the signs of an earlier wave are known."""
-    # A sign that varies where the pool does not would make JAX believe that the replicas' updates differ.
-    signs = [sign for sign in signs if varying(sign) <= varying(pool).union(packing.shared)]
+def _not_before(signs: list[jax.Array], parts: list[jax.Array], packing: Packing) -> list[jax.Array]:
+    """The same parts, once the signs of an earlier wave are known: one waits for them, and all are packed together."""
+    # A sign that varies where the parts do not would make JAX believe that the replicas' updates differ.
+    known = frozenset(packing.shared).union(*map(varying, parts))
+    signs = [sign for sign in signs if varying(sign) <= known]
     if not signs:
-        return pool
-    return lax.dynamic_slice_in_dim(jnp.pad(pool, ((0, 1), (0, 0))), jnp.minimum(sum(signs), 0), len(pool))
+        return parts
+    smallest = min(range(len(parts)), key=lambda i: len(parts[i]))
+    part = parts[smallest]
+    held = lax.dynamic_slice_in_dim(jnp.pad(part, ((0, 1), (0, 0))), jnp.minimum(sum(signs), 0), len(part))
+    return [*parts[:smallest], held, *parts[smallest + 1 :]]
 
 
 def _view(plan: MeshPlan, domain: Domain) -> View:
@@ -242,10 +248,10 @@ def _share(pages: jax.Array, packing: Packing) -> tuple[jax.Array, Any]:
     """
     tables = packing.tables
     if not packing.shared:
-        return pages, _of_device(_chain(tables.compact, tables.back), packing, packing.rows)
-    mine = _of_device(_of_device(tables.compact, packing, packing.rows), packing, packing.shared)
+        return pages, _table(_chain(tables.compact, tables.back), packing, packing.rows).here
+    mine = _table(tables.compact, packing, packing.rows, packing.shared).here
     gathered = _all_gather(take_pages(pages, mine), packing.shared)
-    return gathered.reshape(-1, packing.page), _of_device(tables.back, packing, packing.rows)
+    return gathered.reshape(-1, packing.page), _table(tables.back, packing, packing.rows).here
 
 
 def _chain(compact: np.ndarray, back: np.ndarray) -> np.ndarray:
@@ -253,22 +259,10 @@ def _chain(compact: np.ndarray, back: np.ndarray) -> np.ndarray:
     return np.take_along_axis(compact[:, 0], back, axis=1)
 
 
-def _of_device(table: Any, packing: Packing, axes: tuple[str, ...]) -> Any:
-    """The part of a table, by its leading dimension, for this device's coordinate over `axes`; static if single.
-
-    Axes along which a static table is the same are not asked for, so that JAX sees what is equal on all replicas.
-    """
-    if isinstance(table, np.ndarray):
-        rest, ways = table.shape[1:], [packing.ways((axis,)) for axis in axes]
-        grid = table.reshape(*ways, *rest)
-        for d in range(len(axes)):
-            if (grid == (first := grid.take([0], d))).all():
-                grid = first
-        axes = tuple(axis for axis, size in zip(axes, grid.shape, strict=False) if size > 1)
-        table = grid.reshape(-1, *rest)
-    if not axes:
-        return table[0]
-    return jnp.asarray(table)[lax.axis_index(axes)]
+def _table(numbers: np.ndarray, packing: Packing, *of: tuple[str, ...]) -> Table:
+    """A table whose leading dimensions are coordinates over these axes."""
+    axes = tuple(axis for part in of for axis in part)
+    return Table.make(numbers.reshape(-1, *numbers.shape[len(of) :]), axes, dict(packing.mesh_axes))
 
 
 def _run_programs(

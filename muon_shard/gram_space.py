@@ -100,7 +100,7 @@ class GramMatrices(View):
     def space(self) -> GramSpace:
         return space(self.orthogonalizer, self.dtype)
 
-    def pack(self, blocks: list[jax.Array]) -> tuple[jax.Array, Any]:
+    def pack(self, blocks: list[jax.Array]) -> tuple[list[jax.Array], Any]:
         sides = [Sides.of(kind) for kind in self.kinds]
         xs = _turn([_wide(x, s) for x, s in zip(blocks, sides, strict=True)], sides, self.packing, there=True)
         powers = self._powers(xs)
@@ -110,7 +110,7 @@ class GramMatrices(View):
             r = triangles.pack(self.space.gram(x, power))
             told = jnp.where(first, power, 0)[:, 0].astype(r.dtype)  # the sum over the devices is the power itself
             flat.append(to_pages(jnp.concatenate([r, told], axis=1), self.packing.page).reshape(-1, self.packing.page))
-        return jnp.concatenate(flat), (xs, powers)
+        return flat, (xs, powers)
 
     def _powers(self, xs: list[jax.Array]) -> list[jax.Array]:
         """One power of two for each matrix, [count, 1, 1], the same on all devices that have columns of it."""

@@ -8,6 +8,9 @@ import numpy as np
 from muon_shard.cost import Traffic
 from muon_shard.layout import Kind, MeshAxes
 
+ANY = -1
+"""In a table: whatever page lies there, nobody reads it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
@@ -112,7 +115,7 @@ class Packing:
 class Tables:
     """Where pages go.
 
-    `send` [batch, replica, peers, capacity]: pool page to put in each place (filler: page 0).
+    `send` [batch, replica, peers, capacity]: pool page to put in each place (filler: `ANY`).
     `compact` [batch, replica, returned]: place of each page owned in this replica, among the peers × capacity that came
     back. `back` [batch, pool pages]: place of each pool page among the replicas × returned.
     """
@@ -155,7 +158,7 @@ def _tables(packing: Packing) -> Tables:
         packing.index(packing.shared),
         packing.index(packing.exchange),
     )
-    send = np.zeros((rows, replicas, peers, packing.capacity), np.int32)
+    send = np.full((rows, replicas, peers, packing.capacity), ANY, np.int32)
     compact = np.zeros((rows, replicas, packing.returned), np.int32)
     back = np.zeros((rows, packing.pool_pages), np.int32)
     items = _item_pages(packing)

@@ -27,12 +27,11 @@ from muon_shard.simulate import makespan
 from muon_shard.topology import Topology
 from muon_shard.transports import TRANSPORTS, Gather, Gram
 
-CLOSE = 1.5
+CLOSE = 2.0
 """How far above the least a transport's estimate may lie for a plan of its own to be tried."""
 
-NOTICED_SHARE, NOTICED_SECONDS = 0.01, 2e-4
-"""How much faster in the simulator such a plan must be, of the time and absolutely; one that repeats work by as much as
-an estimate must."""
+ROUNDING = 1e-9
+"""Of the simulated seconds: what two equal plans may differ by."""
 
 
 def make_plan(
@@ -150,9 +149,10 @@ def best_plan(
     topology: Topology,
     options: PlanOptions,
 ) -> MeshPlan:
-    """The plan by estimates, or one that pins what they left open, where that is noticeably faster in the simulator.
+    """The plan by estimates, or one that pins what they left open, where that is faster in the simulator.
 
-    Estimates divide evenly; plans have whole matrices and padding. Cached: every trace asks again.
+    Estimates divide evenly; plans have whole matrices and padding. A transport by which everyone computes everything
+    must be as much faster as by estimate: for less, tiny plans would repeat work. Cached: every trace asks again.
     """
     plan = plan_mesh(leaves, mesh_axes, orthogonalizer, topology, options)
     best, seconds = plan, makespan(plan, topology)
@@ -160,8 +160,7 @@ def best_plan(
         other = plan_mesh(leaves, mesh_axes, orthogonalizer, topology, rival)
         took = makespan(other, topology)
         repeats = rival.transport != "auto" and TRANSPORTS[rival.transport].repeats
-        noticed = seconds - took >= max(NOTICED_SHARE * seconds, NOTICED_SECONDS)
-        if is_worthwhile(seconds, took) if repeats else noticed:
+        if is_worthwhile(seconds, took) if repeats else took < (1 - ROUNDING) * seconds:
             best, seconds = other, took
     return best
 

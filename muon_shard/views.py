@@ -34,8 +34,8 @@ class View(abc.ABC):
         """Dtype of what owners send back."""
 
     @abc.abstractmethod
-    def pack(self, blocks: list[jax.Array]) -> tuple[jax.Array, Any]:
-        """Local blocks, [matrices, elements] per leaf → pages, [pool pages, page], and what `unpack` needs of them."""
+    def pack(self, blocks: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+        """Local blocks, [matrices, elements] per leaf → its pages, [pages, page], and what `unpack` needs of them."""
 
     @property
     def kinds(self) -> list[Kind]:

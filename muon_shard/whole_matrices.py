@@ -8,8 +8,8 @@ import numpy as np
 
 from muon_shard.layout import Kind
 from muon_shard.packing import Packing
+from muon_shard.pages import take_pages
 from muon_shard.parts import join, split
-from muon_shard.transports import take_pages
 from muon_shard.views import View
 
 
@@ -20,9 +20,9 @@ class WholeMatrices(View):
     def returned(self) -> jnp.dtype:
         return jnp.dtype(self.out_dtype)
 
-    def pack(self, blocks: list[jax.Array]) -> tuple[jax.Array, None]:
+    def pack(self, blocks: list[jax.Array]) -> tuple[list[jax.Array], None]:
         page = self.packing.page
-        return jnp.concatenate([to_pages(rows, page).reshape(-1, page) for rows in blocks]), None
+        return [to_pages(rows, page).reshape(-1, page) for rows in blocks], None
 
     def assemble(self, received: jax.Array, kind: Kind, count: int) -> list[jax.Array]:
         ways, order = _grid(kind, self.packing)

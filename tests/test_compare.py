@@ -25,27 +25,17 @@ SMALL = ["--model", "llama-3.1-8b", "--mesh", "replica=2,fsdp=8,tensor=4", "--to
             for model, mesh in (("llama-3.1-8b", TENSOR), ("gpt-oss-120b", HSDP))
         ),
         *(("deepseek-v3", HSDP, topology) for topology in ("h100", "ascend-a3")),
-    ],
-)
-def test_the_automatic_plan_is_never_slower(model, mesh, topology):
-    compared = compare_model(model, mesh, topology)
-    assert compared.auto.total <= compared.best.total * (1 + 1e-9), str(compared)
-
-
-# `choose` keeps the usual way for less than 5 % or 0.2 ms, and its estimates know neither padding nor copies.
-@pytest.mark.parametrize(
-    ("model", "mesh", "topology"),
-    [
-        ("nanochat-d12", HSDP, "h100"),
+        # Where estimates mislead: replicas that share work cost more than they save, by microseconds.
+        *(("nanochat-d12", HSDP, topology) for topology in ("tpu-7x", "gb200-nvl72", "h100")),
         ("smollm2-135m", HSDP, "gb200-nvl72"),
         ("moonlight-16b-a3b", HSDP, "h100"),
         ("moonlight-16b-a3b", WIDE, "h100"),
         ("pangu-pro-moe-72b", WIDE, "ascend-a2"),
     ],
 )
-def test_where_the_automatic_plan_is_slower_it_is_not_by_much(model, mesh, topology):
+def test_the_automatic_plan_is_never_slower(model, mesh, topology):
     compared = compare_model(model, mesh, topology)
-    assert compared.auto.total <= max(1.2 * compared.best.total, compared.best.total + 2.5e-4), str(compared)
+    assert compared.auto.total <= compared.best.total * (1 + 1e-9), str(compared)
 
 
 def test_all_ways_are_shown_and_those_refused_say_why():

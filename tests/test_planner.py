@@ -13,6 +13,8 @@ import muon_shard
 from muon_shard import labels, models
 from muon_shard.planner import best_plan
 
+SHARED = muon_shard.PlanOptions(dedup_axes="all")  # matrices this small would rather be computed twice than sent
+
 
 def abstract(mesh, leaves, dtype="float32"):
     mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
@@ -82,7 +84,7 @@ def test_experts_stay_in_their_row_and_move_nothing():
 def test_balance_is_by_flops_over_all_domains():
     """Replicated matrices fill the devices that the sharded ones leave idle."""
     leaves = {f"s{i}": ((256, 256), P("fsdp")) for i in range(4)} | {f"r{i}": ((256, 256), P()) for i in range(4)}
-    plan = muon_shard.make_plan(abstract({"fsdp": 8}, leaves))
+    plan = muon_shard.make_plan(abstract({"fsdp": 8}, leaves), options=SHARED)
     assert plan.balance == 1 and len(plan.parts[0].domains) == 2
 
 
@@ -112,7 +114,8 @@ def test_peak_bytes_is_near_the_compiled_temporaries():
 
 
 def test_bytes_by_axis_counts_what_others_send():
-    plan = muon_shard.make_plan(abstract({"replica": 2, "fsdp": 4}, {f"w{i}": ((64, 64), P("fsdp")) for i in range(8)}))
+    leaves = {f"w{i}": ((64, 64), P("fsdp")) for i in range(8)}
+    plan = muon_shard.make_plan(abstract({"replica": 2, "fsdp": 4}, leaves), options=SHARED)
     one = 64 * 64 * 4
     assert plan.bytes_by_axis == {"fsdp": 2 * one * 3 // 4, "replica": one}
 

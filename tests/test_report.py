@@ -23,7 +23,8 @@ def test_tables_fit_100_columns(name):
 def test_the_table_says_what_runs_where_and_why():
     mesh = AbstractMesh((2, 4), ("replica", "fsdp"))
     leaf = jax.ShapeDtypeStruct((64, 128), "float32", sharding=NamedSharding(mesh, P("fsdp")))
-    text = str(muon_shard.make_plan({"blocks": [{"wq": leaf} for _ in range(8)]}))
+    options = muon_shard.PlanOptions(dedup_axes="all")
+    text = str(muon_shard.make_plan({"blocks": [{"wq": leaf} for _ in range(8)]}, options=options))
     for part in (
         "8 matrices in 8 leaves on 8 devices (replica 2 × fsdp 4)",
         "balance 100.0%",

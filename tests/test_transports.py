@@ -1,6 +1,7 @@
 """Every transport on every layout it serves: the result of one device, and the planned collectives to the byte."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -10,6 +11,7 @@ from layouts import CASES, Case, Leaf
 import muon_shard
 from muon_shard.audit import audit
 from muon_shard.cost import Traffic
+from muon_shard.pages import Table
 from muon_shard.transports import TRANSPORTS
 
 SCATTERING = [name for name in TRANSPORTS if name != "local"]
@@ -100,16 +102,17 @@ def test_what_is_sent_comes_back(name):
     exchange, page = (("a", 2), ("b", 4)), 3
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     pools = np.arange(8 * 16 * page, dtype=np.float32).reshape(8, 16, page)
-    table = np.random.default_rng(0).permutation(16).reshape(8, 2)
+    order = np.random.default_rng(0).permutation(16).reshape(8, 2)
+    table = Table(order[None])
     transport = TRANSPORTS[name]
 
     def body(pool):
-        brought = transport.bring(pool[0], table, exchange)
+        brought = transport.bring(transport.pack(jnp.split(pool[0], [5]), table), table, exchange)
         return brought[None], transport.back(brought, exchange)[None]
 
     run = jax.shard_map(body, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b")), check_vma=False)
     brought, returned = jax.jit(run)(pools)
-    sent = pools[:, table].reshape(8, 8, 2 * page)  # [device, peer, elements]
+    sent = pools[:, order].reshape(8, 8, 2 * page)  # [device, peer, elements]
     np.testing.assert_array_equal(brought, sent.transpose(1, 0, 2))
     np.testing.assert_array_equal(returned, sent)
 

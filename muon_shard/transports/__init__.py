@@ -4,7 +4,6 @@ from muon_shard.transports.all_to_all import AllToAll as AllToAll
 from muon_shard.transports.all_to_all import TwoHops as TwoHops
 from muon_shard.transports.base import Transport as Transport
 from muon_shard.transports.base import names as names
-from muon_shard.transports.base import take_pages as take_pages
 from muon_shard.transports.gather import Gather as Gather
 from muon_shard.transports.gather import Redundant as Redundant
 from muon_shard.transports.gram import Gram as Gram

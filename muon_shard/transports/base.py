@@ -1,22 +1,21 @@
 """The faces of a transport: why it cannot serve a domain, what it costs, its code under `shard_map`."""
 
 import abc
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from muon_shard.cost import Collective, Traffic
 from muon_shard.layout import MeshAxes
+from muon_shard.pages import Table, pack_pages
 
 
 class Transport(abc.ABC):
     """Moves pages between the devices of a domain, over its exchange axes.
 
-    Under `shard_map`, `bring` has the pool of this device, [pool pages, page], and the table of pages for each peer,
-    [peers, capacity], the same on all peers; it returns [peers, capacity · page], row p from peer p. `back` takes
-    results of that form, row p for peer p, and returns them with row p from owner p.
+    Under `shard_map`, `pack` has the pages of this device, leaf by leaf [pages, page], and the table of those for each
+    peer, [peers, capacity], the same on all peers. `bring` makes [peers, capacity · page] of what it packed, row p from
+    peer p. `back` takes results of that form, row p for peer p, and returns them with row p from owner p.
     """
 
     name: str
@@ -35,8 +34,12 @@ class Transport(abc.ABC):
     def collectives(self, traffic: Traffic) -> tuple[Collective, ...]:
         """What the compiled module will hold for the way in and the way back."""
 
+    def pack(self, parts: Sequence[jax.Array], table: Table) -> jax.Array:
+        """What this device sends, [pages, page]."""
+        return pack_pages(parts, table)
+
     @abc.abstractmethod
-    def bring(self, pool: jax.Array, table: Any, exchange: MeshAxes) -> jax.Array:
+    def bring(self, sent: jax.Array, table: Table, exchange: MeshAxes) -> jax.Array:
         """Matrices to their owners."""
 
     @abc.abstractmethod
@@ -51,8 +54,8 @@ class Exchanging(Transport):
     def carry(self, buffer: jax.Array, exchange: MeshAxes) -> jax.Array:
         """Buffer [peers, elements], row p for peer p → row p from peer p."""
 
-    def bring(self, pool: jax.Array, table: Any, exchange: MeshAxes) -> jax.Array:
-        return self.carry(take_pages(pool, table).reshape(table.shape[0], -1), exchange)
+    def bring(self, sent: jax.Array, table: Table, exchange: MeshAxes) -> jax.Array:
+        return self.carry(sent.reshape(table.numbers.shape[1], -1), exchange)
 
     def back(self, results: jax.Array, exchange: MeshAxes) -> jax.Array:
         return self.carry(results, exchange)
@@ -61,12 +64,3 @@ class Exchanging(Transport):
 def names(axes: MeshAxes) -> tuple[str, ...]:
     """Names of mesh axes."""
     return tuple(name for name, _ in axes)
-
-
-def take_pages(pages: jax.Array, table: Any) -> jax.Array:
-    """Rows of `pages` by a table whose entries all exist; a slice where the table is static and lists neighbours."""
-    if isinstance(table, np.ndarray):
-        table = table.reshape(-1)
-        if (table == table[0] + np.arange(table.size)).all():
-            return pages[table[0] : table[0] + table.size]
-    return jnp.take(pages, table.reshape(-1), axis=0, mode="clip")

@@ -1,6 +1,6 @@
 """Everything to everyone by `all_gather`: owners compute and give all results to all, or every device computes all."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from jax import lax
 
 from muon_shard.cost import Collective, Traffic
 from muon_shard.layout import MeshAxes
+from muon_shard.pages import Table
 from muon_shard.transports.base import Transport, names
 
 
@@ -31,9 +32,12 @@ class Gather(Transport):
             *_stages(traffic.exchange, traffic.peers * traffic.row * traffic.out, "results to all"),
         )
 
-    def bring(self, pool: jax.Array, table: Any, exchange: MeshAxes) -> jax.Array:
-        pools = _gather(pool, exchange)
-        mine = jnp.asarray(table)[lax.axis_index(names(exchange))]
+    def pack(self, parts: Sequence[jax.Array], table: Table) -> jax.Array:
+        return jnp.concatenate(parts)
+
+    def bring(self, sent: jax.Array, table: Table, exchange: MeshAxes) -> jax.Array:
+        pools = _gather(sent, exchange)
+        mine = jnp.asarray(table.here)[lax.axis_index(names(exchange))]
         return jnp.take(pools, mine, axis=1, mode="clip").reshape(pools.shape[0], -1)
 
     def back(self, results: jax.Array, exchange: MeshAxes) -> jax.Array:

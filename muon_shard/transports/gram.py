@@ -1,14 +1,14 @@
 """Gram matrices to owners, Q to everyone: matrices themselves never move."""
 
 import math
-from typing import Any
 
 import jax
 from jax import lax
 
 from muon_shard.cost import Collective, Traffic
 from muon_shard.layout import MeshAxes
-from muon_shard.transports.base import Transport, names, take_pages
+from muon_shard.pages import Table
+from muon_shard.transports.base import Transport, names
 
 
 class Gram(Transport):
@@ -36,9 +36,9 @@ class Gram(Transport):
             *_turns(traffic, "results back"),
         )
 
-    def bring(self, pool: jax.Array, table: Any, exchange: MeshAxes) -> jax.Array:
-        sent = take_pages(pool, table).reshape(table.shape[0], -1)
+    def bring(self, sent: jax.Array, table: Table, exchange: MeshAxes) -> jax.Array:
         # A `psum_scatter` receives the same bytes, but XLA on TPU makes an all-reduce of it, or pads it.
+        sent = sent.reshape(table.numbers.shape[1], -1)
         parts = lax.all_to_all(sent, names(exchange), split_axis=0, concat_axis=0, tiled=True)
         return parts.sum(0, keepdims=True)
 
