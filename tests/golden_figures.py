@@ -6,6 +6,7 @@
 `git diff tests/golden` before you commit: a figure that grew is a regression, or has a reason that the commit tells.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import muon_shard
 from benchmarks.product_flops import product_flops
 from benchmarks.second_call import CompileCounter
 from muon_shard import hlo
-from tests.layouts import CASES, Case
+from tests.layouts import CASES, SHARED, Case
 
 FOLDER = Path(__file__).parent / "golden"
 VERSION = ".".join(jax.__version__.split(".")[:2])
@@ -49,7 +50,7 @@ def case_of(layout: str, transport: str) -> Case:
 
 def planned(layout: str, transport: str) -> dict[str, Any]:
     """From shapes and mesh alone."""
-    case, options = case_of(layout, transport), muon_shard.PlanOptions(transport=transport)
+    case, options = case_of(layout, transport), dataclasses.replace(SHARED, transport=transport)
     params = case.abstract(case.make_mesh())
     plan = muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims, options=options)
     by_kind: dict[str, dict[str, int]] = {}
@@ -69,7 +70,7 @@ def planned(layout: str, transport: str) -> dict[str, Any]:
 
 def compiled(layout: str, transport: str) -> dict[str, Any]:
     """From the module that XLA compiles, and how many it compiles on two calls."""
-    case, options = case_of(layout, transport), muon_shard.PlanOptions(transport=transport)
+    case, options = case_of(layout, transport), dataclasses.replace(SHARED, transport=transport)
     params = case.put(case.host(), case.make_mesh())
     tx = muon_shard.scale_by_muon(weight_dimension_numbers=case.dims, plan_options=options)
     shardings = muon_shard.opt_state_shardings(tx, params)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
+import muon_shard
 from muon_shard import Blocks
 
 WEIGHT = Dims()
@@ -65,6 +66,9 @@ def _mixed(spec: P) -> dict[str, Leaf]:
     shapes: Sequence[tuple[int, int]] = [(32, 32)] * 5 + [(32, 64)] * 3 + [(64, 32)] * 2 + [(16, 48), (48, 16), (8, 96)]
     return {f"w{i}": Leaf(shape, spec) for i, shape in enumerate(shapes)}
 
+
+SHARED = muon_shard.PlanOptions(dedup_axes="all")
+"""Replicas share work whatever that costs: left to the planner, matrices as small as here are computed by each."""
 
 CASES = {
     "one_device": Case({"x": 1}, _mixed(P()) | {"bias": Leaf((32,), P(), None)}),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from layouts import CASES, Case, Leaf
+from layouts import CASES, SHARED, Case, Leaf
 
 import muon_shard
 from muon_shard import audit, hlo
@@ -23,10 +23,9 @@ def compiled_case(name, dtype="float32", axis_type="auto"):
     case = CASES[name]
     case = Case(case.mesh, {leaf: x for leaf, x in case.leaves.items() if x.dims is not None})
     params = case.put(case.host(dtype=dtype), case.make_mesh(axis_type))
-    options = muon_shard.PlanOptions(dedup_axes="all")  # whatever sharing costs here
-    tx = muon_shard.scale_by_muon(weight_dimension_numbers=case.dims, plan_options=options)
+    tx = muon_shard.scale_by_muon(weight_dimension_numbers=case.dims, plan_options=SHARED)
     text = jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text()
-    return text, muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims, options=options)
+    return text, muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims, options=SHARED)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def test_what_is_planned_is_compiled(eight):
         assert row["compiled_flops"] == row["flops_per_device"] > 0
         assert row["temp_bytes"] > 0 and row["compile_seconds"] > 0
     assert flat["collectives"] == {"all-to-all": 2}
-    assert hsdp["collectives"] == {"all-to-all": 2, "all-gather": 1}
+    assert hsdp["collectives"] == {"all-to-all": 2}  # so small that each replica computes
     # 6 matrices cannot keep 8 devices busy.
     assert flat["best_possible"] < 1
     assert eight["weak"][0]["best_possible"] == 1

@@ -1,12 +1,13 @@
 """The compiled module holds the plan's collectives, to the byte, and none inside the programs."""
 
+import dataclasses
 import re
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from layouts import CASES, Case, Leaf
+from layouts import CASES, SHARED, Case, Leaf
 
 import muon_shard
 from muon_shard import hlo
@@ -45,9 +46,9 @@ def expected(plan):
 def test_planned_collectives_are_the_compiled_ones(name, dtype):
     case = muon_leaves(CASES[name])
     params = case.put(case.host(dtype=dtype), case.make_mesh())
-    plan = muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims)
-    text = compiled_update(muon_shard.scale_by_muon(weight_dimension_numbers=case.dims), params).as_text()
-    found = collectives(text)
+    plan = muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims, options=SHARED)
+    tx = muon_shard.scale_by_muon(weight_dimension_numbers=case.dims, plan_options=SHARED)
+    found = collectives(compiled_update(tx, params).as_text())
     if dtype == "bfloat16":  # XLA on CPU widens bf16 collectives to f32: counts must agree, bytes may double
         for kind, entry in expected(plan).items():
             assert found[kind]["count"] == entry["count"]
@@ -112,7 +113,7 @@ def collectives_in_branches(text):
 def test_no_collective_inside_a_program():
     case = CASES["hsdp"]
     params = muon_leaves(case).put(case.host(), case.make_mesh())
-    text = compiled_update(muon_shard.scale_by_muon(), params).as_text()
+    text = compiled_update(muon_shard.scale_by_muon(plan_options=SHARED), params).as_text()
     assert not collectives_in_branches(text)
 
 
@@ -120,9 +121,9 @@ def test_no_collective_inside_a_program():
 def test_merged_programs_give_the_same_updates(max_programs):
     case = muon_leaves(CASES["hsdp"])
     params = case.put(case.host(), case.make_mesh())
-    options = muon_shard.PlanOptions(max_programs=max_programs)
+    options = dataclasses.replace(SHARED, max_programs=max_programs)
     plan = muon_shard.make_plan(params, options=options)
-    assert plan.programs <= max_programs < muon_shard.make_plan(params).programs
+    assert plan.programs <= max_programs < muon_shard.make_plan(params, options=SHARED).programs
     got, _ = (tx := muon_shard.scale_by_muon(plan_options=options)).update(params, tx.init(params), params)
     want, _ = (tx := muon_shard.scale_by_muon()).update(params, tx.init(params), params)
     for name in params:
@@ -181,7 +182,7 @@ SMALL = Case(
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (SMALL, {}),
+        (SMALL, {"dedup_axes": "all"}),
         (SMALL, {"dedup_axes": (), "max_wave_bytes": 4096}),
         (SMALL, {"transport": "gram"}),
         (CASES["experts"], {"transport": "redundant"}),
@@ -203,7 +204,7 @@ def test_inside_a_checked_shard_map_nothing_else_is_done(case, options):
 
 @pytest.mark.parametrize(
     ("case", "arguments"),
-    [(muon_leaves(case), {}) for case in CASES.values()]
+    [(muon_leaves(case), {"plan_options": SHARED}) for case in CASES.values()]
     + [(SMALL, {"preconditioning": "spectral"}), (SMALL, {"adaptive": True}), (SMALL, {"ns_dtype": "bfloat16"})]
     + [
         (SMALL, {"plan_options": muon_shard.PlanOptions(transport=name, dedup_axes=shared, max_programs=2)})

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from layouts import Case, Leaf
+from layouts import SHARED, Case, Leaf
 from optax.contrib import MuonDimensionNumbers as Dims
 
 import muon_shard
@@ -85,10 +85,11 @@ def test_it_sees_batches_of_wide_matrices_only():
 def test_every_matrix_is_owned_once_on_the_whole_mesh():
     case = Case({"replica": 2, "fsdp": 4}, {f"w{i}": Leaf((16, 32), P("fsdp", None)) for i in range(8)})
     recorder = Recorder()
-    updates_of(without_momentum(orthogonalizer=recorder), case, case.host())
+    updates_of(without_momentum(orthogonalizer=recorder, plan_options=SHARED), case, case.host())
     assert recorder.shapes == [(1, 16, 32)]  # one program for all of the 8 devices
     orthogonalizer = CustomOrthogonalizer(by_rows, lambda m, n: 7 * m * n)
-    plan = muon_shard.make_plan(case.abstract(case.make_mesh()), orthogonalizer=orthogonalizer)
+    params = case.abstract(case.make_mesh())
+    plan = muon_shard.make_plan(params, orthogonalizer=orthogonalizer, options=SHARED)
     assert plan.total_flops == 8 * 7 * 16 * 32
     assert plan.flops_per_device == 7 * 16 * 32
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from layouts import CASES
+from layouts import CASES, SHARED
 
 import muon_shard
 from muon_shard.cost import choose_page
@@ -66,6 +66,7 @@ def test_choose_page(blocks, page):
 
 def test_devices_of_one_replica_share_a_table():
     case = CASES["hsdp"]
-    plan = muon_shard.make_plan(case.abstract(case.make_mesh()), muon_weight_dimension_numbers=case.dims)
+    params = case.abstract(case.make_mesh())
+    plan = muon_shard.make_plan(params, muon_weight_dimension_numbers=case.dims, options=SHARED)
     packing = plan.parts[0].domains[0].packing
     assert packing.tables.send.shape == (1, 2, 4, packing.capacity)

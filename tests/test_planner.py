@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import CASES, WEIGHT, Case, Leaf
+from layouts import CASES, SHARED, WEIGHT, Case, Leaf
 from optax.contrib import MuonDimensionNumbers as Dims
 
 import muon_shard
 from muon_shard import labels, models
 from muon_shard.planner import best_plan
-
-SHARED = muon_shard.PlanOptions(dedup_axes="all")  # matrices this small would rather be computed twice than sent
 
 
 def abstract(mesh, leaves, dtype="float32"):

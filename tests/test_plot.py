@@ -1,5 +1,6 @@
 """`Plan.plot`: what is drawn equals the plan, is named, and has units."""
 
+import dataclasses
 import sys
 import warnings
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import CASES
+from layouts import CASES, SHARED
 
 import muon_shard
 from muon_shard import labels, models
@@ -26,7 +27,7 @@ def plan_of(name, **options):
     return muon_shard.make_plan(
         case.abstract(case.make_mesh()),
         muon_weight_dimension_numbers=case.dims,
-        options=muon_shard.PlanOptions(**options),
+        options=dataclasses.replace(SHARED, **options),
     )
 
 
@@ -36,7 +37,7 @@ def plan_on(mesh, leaves, **options):
     params = {
         name: jax.ShapeDtypeStruct(s, "float32", sharding=NamedSharding(on, p)) for name, (s, p) in leaves.items()
     }
-    return muon_shard.make_plan(params, options=muon_shard.PlanOptions(**options))
+    return muon_shard.make_plan(params, options=dataclasses.replace(SHARED, **options))
 
 
 def stacks(axes):
@@ -93,8 +94,7 @@ def test_bars_are_the_plans_work_and_bytes(name):
     np.testing.assert_allclose(np.sort(heights * factor), np.sort(part.load), rtol=1e-12)
     assert f"({prefix}FLOP" in work.get_ylabel() and "per device and step" in work.get_ylabel()
     assert f"balance {plan.balance:.1%}" in work.get_title()
-    # In size_one_axes one device computes both matrices: one replicated, so computed by all, and one that it owns.
-    assert bool(alone) == (name not in ("one_device", "size_one_axes"))
+    assert bool(alone) == (name != "one_device")
     if not plan.collectives:
         assert [text.get_text() for text in received.texts] == ["no device receives anything"]
         return

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import CASES, Case, Leaf
+from layouts import CASES, SHARED, Case, Leaf
 
 import muon_shard
 from muon_shard.report import common_name
@@ -23,8 +23,7 @@ def test_tables_fit_100_columns(name):
 def test_the_table_says_what_runs_where_and_why():
     mesh = AbstractMesh((2, 4), ("replica", "fsdp"))
     leaf = jax.ShapeDtypeStruct((64, 128), "float32", sharding=NamedSharding(mesh, P("fsdp")))
-    options = muon_shard.PlanOptions(dedup_axes="all")
-    text = str(muon_shard.make_plan({"blocks": [{"wq": leaf} for _ in range(8)]}, options=options))
+    text = str(muon_shard.make_plan({"blocks": [{"wq": leaf} for _ in range(8)]}, options=SHARED))
     for part in (
         "8 matrices in 8 leaves on 8 devices (replica 2 × fsdp 4)",
         "balance 100.0%",

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import CASES
+from layouts import CASES, SHARED
 
 import muon_shard
 from muon_shard import labels, models, serialize
@@ -22,7 +22,8 @@ from muon_shard.plan import Plan
 
 def plan_of(name="hsdp", **arguments):
     case = CASES[name]
-    return muon_shard.make_plan(case.abstract(case.make_mesh()), muon_weight_dimension_numbers=case.dims, **arguments)
+    given = {"muon_weight_dimension_numbers": case.dims, "options": SHARED} | arguments
+    return muon_shard.make_plan(case.abstract(case.make_mesh()), **given)
 
 
 def plan_for(model, mesh, **options):

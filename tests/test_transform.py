@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import CASES, Case, Leaf
+from layouts import CASES, SHARED, Case, Leaf
 from optax.contrib import MuonDimensionNumbers as Dims
 
 import muon_shard
@@ -57,7 +57,7 @@ def test_ten_steps_agree_with_optax(name, axis_type):
     case = CASES[name]
     mesh = case.make_mesh(axis_type)
     params = case.put(case.host(), mesh)
-    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims)
+    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims, plan_options=SHARED)
     # On mixed axes JAX itself drops the Auto part of a tuple from what jit returns, unless told the shardings.
     shardings = (jax.tree.map(lambda x: x.sharding, params), None) if axis_type == "mixed" else None
     state, update = tx.init(params), jax.jit(tx.update, out_shardings=shardings)
@@ -72,7 +72,7 @@ def test_bfloat16_agrees_with_optax(name):
     case = CASES[name]
     mesh = case.make_mesh()
     params = case.put(case.host(dtype="bfloat16"), mesh)
-    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims)
+    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims, plan_options=SHARED)
     updates, state = jax.jit(tx.update)(case.put(case.host(1, "bfloat16"), mesh), tx.init(params), params)
     for leaf, want in oracle(name, "bfloat16", 1)[0].items():
         got, want = np.asarray(updates[leaf], np.float32), np.asarray(want, np.float32)
@@ -90,7 +90,7 @@ def test_every_way_to_call(name, axis_type, how):
     case = CASES[name]
     mesh = case.make_mesh(axis_type)
     params, grads = case.put(case.host(), mesh), case.put(case.host(1), mesh)
-    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims)
+    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims, plan_options=SHARED)
     state = tx.init(params)
 
     def in_scan(grads, state, params):
@@ -125,7 +125,7 @@ def test_replicas_are_bitwise_equal(axis_type):
     case = CASES["hsdp"]
     mesh = case.make_mesh(axis_type)
     params = case.put(case.host(), mesh)
-    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims)
+    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims, plan_options=SHARED)
     updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
     for name, update in updates.items():
         by_index = {}
@@ -354,7 +354,7 @@ def test_momentum_after_a_jitted_init_is_cured_by_opt_state_shardings(recwarn):
     case = CASES["hsdp"]
     mesh = case.make_mesh()
     params = case.put(case.host(), mesh)
-    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims)
+    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims, plan_options=SHARED)
     shardings = muon_shard.opt_state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     jax.jit(tx.update)(params, state, params)
@@ -367,7 +367,7 @@ def test_assumed_layout_is_warned_of_once_and_right():
     case = CASES["hsdp"]
     mesh = case.make_mesh()
     params = case.put(case.host(), mesh)
-    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims)
+    tx = muon_shard.muon(0.1, muon_weight_dimension_numbers=case.dims, plan_options=SHARED)
     state = jax.jit(tx.init)(params)
     with pytest.warns(UserWarning, match=r"params\['w0'\].*param_shardings=") as seen:
         updates, state = jax.jit(tx.update)(params, state, params)
