@@ -88,7 +88,7 @@ def step_bytes(axes: Axes, step: Mapping[str, Any], title: str) -> None:
     xlabel = f"{prefix}B per device and step, in how many collectives"
     axes.set(title=title, xlabel=xlabel, ylim=(len(peers) - 0.5, -0.5), xlim=(0, 1.4 * max(left) or 1))
     axes.locator_params(axis="x", nbins=6)
-    axes.legend(fontsize=LABEL, loc="center right", frameon=False)
+    axes.legend(fontsize=LABEL, loc="lower right", frameon=False)
     plain(axes, "x")
 
 
