@@ -1,10 +1,11 @@
 """The optimizer update, compiled for machines that are not here, against its plan, for every transport.
 
-One row per target, mesh and transport: the audit's verdict, result bytes of collectives as planned and as found, how
-many nobody planned, temporaries, seconds to compile, and shares of the collectives' bytes: 'async' have a start and a
-done, 'work' have a fusion, product, conditional or loop between the two, 'NS' one that holds products of matrices. A
-schedule shows that bytes could hide behind work, not that they do. `--waves` cuts the exchange, so that there is
-something to hide behind. Nothing runs, so no accelerator is needed, only its compiler: jax[tpu] or jax[cuda12].
+One row per target, mesh and transport: waves, and how many may be under way, the audit's verdict, result bytes of
+collectives as planned and as found, how many nobody planned, temporaries, seconds to compile, and shares of the
+collectives' bytes: 'async' have a start and a done, 'work' have a fusion, product, conditional or loop between the
+two, 'NS' one that holds products of matrices. A schedule shows that bytes could hide behind work, not that they do.
+`--waves` cuts the exchange, so that there is something to hide behind. Nothing runs, so no accelerator is needed, only
+its compiler: jax[tpu] or jax[cuda12].
 """
 
 import argparse
@@ -30,6 +31,7 @@ from rich.table import Table
 import muon_shard
 from benchmarks.module_text import Instruction, computations
 from muon_shard import hlo
+from muon_shard.__main__ import positive
 from muon_shard.transports import TRANSPORTS
 
 WIDTH = 100
@@ -147,7 +149,7 @@ def compiled(case: Case, params: Any, compiler_options: dict[str, Any]) -> tuple
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Compile and audit one case; 'error' says what raised."""
     facts = {"target": case.target, "mesh": dict(case.mesh.shape), "transport": case.transport}
-    facts |= {"waves": case.waves, "under_way": case.under_way}
+    facts["under_way"] = case.under_way
     start = time.perf_counter()
     try:
         module, plan = compiled(case, model(case.mesh, args.layers, args.width), dict(args.compiler_options))
@@ -258,7 +260,7 @@ def table(reports: Iterable[dict[str, Any]]) -> Table:
     """The facts of all cases, at most 100 columns wide."""
     caption = "planned, found and temporaries in MB on each device; s: seconds to lower and compile"
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
-    for heading in ("target", "mesh", "transport", "audit"):
+    for heading in ("target", "mesh", "transport", "waves", "audit"):
         out.add_column(heading)
     for heading in ("planned", "found", "extra", "temp", "s", "async", "work", "NS"):
         out.add_column(heading, justify="right")
@@ -273,16 +275,15 @@ def table(reports: Iterable[dict[str, Any]]) -> Table:
 
 
 def cells(report: dict[str, Any]) -> tuple[str, ...]:
-    """One row of the table, from the audit on."""
+    """One row of the table, from the waves on."""
     if "error" in report:
-        return ("error",)
+        return ("", "error")
     judged = [name for name in ("extra", "missing", "resized") if report["audit"][name]]
     planned, found, temp = (f"{report[key] / 1e6:.2f}" for key in ("planned_bytes", "found_bytes", "temp_bytes"))
-    seconds, shares = (
-        f"{report['compile_seconds']:.0f}",
-        (f"{report[key]:.2f}" for key in ("async", "overlap", "ns_overlap")),
-    )
-    return (", ".join(judged) or "ok", planned, found, str(report["extra"]), temp, seconds, *shares)
+    waves = str(report["waves"]) if report["waves"] == 1 else f"{report['waves']} by {report['under_way']}"
+    shares = (f"{report[key]:.2f}" for key in ("async", "overlap", "ns_overlap"))
+    figures = (planned, found, str(report["extra"]), temp, f"{report['compile_seconds']:.0f}", *shares)
+    return (waves, ", ".join(judged) or "ok", *figures)
 
 
 def option(text: str) -> tuple[str, Any]:
@@ -298,8 +299,10 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--waves", type=int, default=1, help="bound the buffers so that there are about as many")
-    parser.add_argument("--waves-under-way", nargs="+", type=int, default=[2], metavar="N", help="one case for each")
+    parser.add_argument("--waves", type=positive, default=1, help="bound the buffers so that there are about as many")
+    parser.add_argument(
+        "--waves-under-way", nargs="+", type=positive, default=[2], metavar="N", help="one case for each"
+    )
     parser.add_argument("--compiler-options", nargs="+", type=option, default=[], metavar="NAME=VALUE")
     parser.add_argument("--dump", metavar="FOLDER", help="also write the text of every module")
     parser.add_argument("--json", metavar="FILE", help="also write all facts, audits included")

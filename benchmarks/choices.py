@@ -1,30 +1,23 @@
 """The plan that is chosen against each single transport, pinned, in the simulator: every public model on every machine.
 
 Prints the cells (model, mesh, machine) in which some transport, with or without sharing over replicas, would be faster
-than what was chosen, and by how much. Shapes and specs only, no device is touched; all of it takes an hour or two.
+than what was chosen, and by how much. Shapes and specs only, no device is touched; it takes half an hour or more.
 """
 
 import argparse
 import itertools
 import json
-import re
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
 from muon_shard import models, presets
+from muon_shard.__main__ import parse_mesh
 from muon_shard.compare import Comparison, compare_model
+from muon_shard.planner import ROUNDING
 
-MESHES = ("fsdp=64", "replica=8,fsdp=64", "replica=2,fsdp=4")
-SAME = 1e-9  # of the time: what rounding makes of two equal plans
-
-
-def mesh_axes(text: str) -> dict[str, int]:
-    """`replica=8,fsdp=64` as axis name → size."""
-    if not re.fullmatch(r"\w+=[1-9]\d*(,\w+=[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write it like replica=8,fsdp=64")
-    return {name: int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+MESHES = ({"fsdp": 64}, {"replica": 8, "fsdp": 64}, {"replica": 2, "fsdp": 4})
 
 
 def verdict(compared: Comparison) -> dict[str, Any]:
@@ -35,7 +28,7 @@ def verdict(compared: Comparison) -> dict[str, Any]:
         "best_ms": round(1e3 * best.total, 4),
         "best": best.transport,
         "dedup_axes": best.dedup,
-        "slower": round(chosen / best.total - 1, 5) if chosen > best.total * (1 + SAME) else 0.0,
+        "slower": round(chosen / best.total - 1, 5) if chosen > best.total * (1 + ROUNDING) else 0.0,
     }
 
 
@@ -43,7 +36,7 @@ def main() -> None:
     """Parse, plan and simulate, print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.choices", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=models.names(), default=models.names(), metavar="MODEL")
-    parser.add_argument("--meshes", nargs="+", type=mesh_axes, default=[mesh_axes(m) for m in MESHES], metavar="MESH")
+    parser.add_argument("--meshes", nargs="+", type=parse_mesh, default=MESHES, metavar="MESH")
     parser.add_argument("--topologies", nargs="+", choices=presets.names(), default=presets.names(), metavar="MACHINE")
     args = parser.parse_args()
     console, cells = Console(stderr=True), []

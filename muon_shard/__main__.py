@@ -47,13 +47,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains a small transformer on real text, its parameters sharded over 8 emulated "
         "devices, with muon_shard.muon, optax.contrib.muon and AdamW.",
     )
-    demo.add_argument("--steps", type=_positive, help="training steps per optimizer")
+    demo.add_argument("--steps", type=positive, help="training steps per optimizer")
     demo.add_argument("--mesh", type=parse_mesh, help="mesh axes, such as replica=2,fsdp=4 (the default)")
     demo.add_argument(
         "--out", default="muon-shard-demo", help="folder for the plot of the losses (default: %(default)s)"
     )
-    demo.add_argument("--devices", type=_positive, help="emulate this many CPU devices (default: the real ones, or 8)")
-    demo.add_argument("--batch", type=_positive, help="sequences per step")
+    demo.add_argument("--devices", type=positive, help="emulate this many CPU devices (default: the real ones, or 8)")
+    demo.add_argument("--batch", type=positive, help="sequences per step")
     demo.add_argument("--seed", type=int, help="seed of weights and batches")
     demo.add_argument("--quick", action="store_true", help="a smaller model and fewer steps, for a first look or CI")
     demo.set_defaults(run=_demo)
@@ -76,18 +76,18 @@ def _parser() -> argparse.ArgumentParser:
         default="bfloat16",
         help="of the momentum (default: %(default)s)",
     )
-    plan.add_argument("--ns-steps", type=_positive, default=5, help="Newton–Schulz steps (default: %(default)s)")
+    plan.add_argument("--ns-steps", type=positive, default=5, help="Newton–Schulz steps (default: %(default)s)")
     plan.add_argument(
         "--max-wave-bytes",
-        type=lambda text: text if text == "auto" else _positive(text),
+        type=lambda text: text if text == "auto" else positive(text),
         default="auto",
         help="bound on the exchange buffers of a device (default: %(default)s, an eighth of its memory)",
     )
     plan.add_argument(
-        "--waves-under-way", type=_positive, default=2, help="waves exchanged at a time (default: %(default)s)"
+        "--waves-under-way", type=positive, default=2, help="waves exchanged at a time (default: %(default)s)"
     )
     plan.add_argument(
-        "--max-programs", type=_positive, default=32, help="bound on programs compiled (default: %(default)s)"
+        "--max-programs", type=positive, default=32, help="bound on programs compiled (default: %(default)s)"
     )
     plan.add_argument("--topology", default="generic", help="the hardware: %(default)s, tpu-v5p, h100, ascend-a3, …")
     plan.add_argument(
@@ -147,7 +147,7 @@ def _add_simulate(commands: Any) -> None:
     simulate.set_defaults(run=_simulate)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)

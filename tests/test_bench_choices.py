@@ -1,6 +1,5 @@
 """Every choice against each single transport: what is counted, and what the command says."""
 
-import argparse
 import json
 import sys
 
@@ -35,9 +34,3 @@ def test_the_command_counts_cells(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["cells"] == 2 and found["slower"] == []
     assert [cell["mesh"] for cell in found["every"]] == [{"replica": 2, "fsdp": 4}, {"fsdp": 8}]
-
-
-@pytest.mark.parametrize("text", ["fsdp", "fsdp=0", "fsdp=4,", "=4", "fsdp=4;replica=2"])
-def test_what_is_no_mesh(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="write it like replica=8,fsdp=64"):
-        choices.mesh_axes(text)
