@@ -148,6 +148,7 @@ def _add_simulate(commands: Any) -> None:
 
 
 def positive(text: str) -> int:
+    """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)

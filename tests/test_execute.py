@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import CASES, SHARED, Case, Leaf
 
 import muon_shard
-from muon_shard import hlo
+from muon_shard import hlo, pages
 
 
 def collectives(text):
@@ -128,6 +128,26 @@ def test_merged_programs_give_the_same_updates(max_programs):
     want, _ = (tx := muon_shard.scale_by_muon()).update(params, tx.init(params), params)
     for name in params:
         np.testing.assert_allclose(got[name], want[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "ring", "gram"])
+def test_pages_copied_run_by_run_are_those_gathered(transport, monkeypatch):
+    """In waves, too, where one part waits for the wave before."""
+    case = muon_leaves(CASES["hsdp"])
+    params = case.put(case.host(), case.make_mesh())
+    options = dataclasses.replace(SHARED, transport=transport, max_wave_bytes=8192)
+    assert len(muon_shard.make_plan(params, options=options).parts[0].waves) > 1
+    tx = muon_shard.scale_by_muon(plan_options=options)
+    state, found, switches = tx.init(params), [], []
+    for most in (pages.MOST_TABLES, 0):
+        monkeypatch.setattr(pages, "MOST_TABLES", most)
+        jax.clear_caches()  # or the body is not traced anew
+        lowered = jax.jit(tx.update).lower(params, state, params)
+        switches.append(lowered.as_text().count("stablehlo.case"))
+        found.append(lowered.compile()(params, state, params)[0])
+    assert switches[0] > switches[1]
+    for name, update in found[0].items():
+        np.testing.assert_array_equal(update, found[1][name])
 
 
 def test_one_program_compiles_to_no_conditional():
