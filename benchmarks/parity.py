@@ -1,6 +1,6 @@
 """How far ours is from `optax.contrib.muon` on one device, over ten steps, for every layout of the tests.
 
-A difference is the largest over the steps and leaves, relative to the largest entry of the leaf's update.
+Replicas share work. A difference is the largest over steps and leaves, relative to the largest entry of the update.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import muon_shard
-from tests.layouts import AXIS_TYPES, CASES, Case
+from tests.layouts import AXIS_TYPES, CASES, SHARED, Case
 
 LEARNING_RATE = 0.1
 
@@ -42,7 +42,7 @@ def compare(case: Case, steps: int) -> dict[str, float]:
     for axis_type in AXIS_TYPES:
         mesh = case.make_mesh(axis_type)
         params, *gradients = [case.put(arrays, mesh) for arrays in host]
-        ours = muon_shard.muon(LEARNING_RATE, muon_weight_dimension_numbers=dims)
+        ours = muon_shard.muon(LEARNING_RATE, muon_weight_dimension_numbers=dims, plan_options=SHARED)
         report[axis_type] = relative_difference(steps_of(ours, params, gradients), want)
     return {name: float(f"{value:.2e}") for name, value in report.items()}
 
